@@ -1,0 +1,3 @@
+"""Outrider: speculative decoding as a distributed service, exact by construction."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,60 @@
+"""Committed token ids with the chained hash of every prefix: the one truth about a session."""
+
+import array
+from collections.abc import Sequence
+
+from outrider.types import EMPTY_PREFIX_HASH, chain_hash
+
+
+class TokenLog:
+    """Token ids and the hash of each prefix; both ends of the worker protocol keep one."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._hashes = array.array("Q", [EMPTY_PREFIX_HASH])
+        self.append(token_ids)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def prefix_hash(self, length: int) -> int:
+        """Chained hash (outrider.types.chain_hash) of the first `length` tokens."""
+        return self._hashes[length]
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        self.tokens.extend(token_ids)
+        self._hashes.extend(self._hashes_after(len(self._hashes) - 1, token_ids))
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        del self.tokens[length:]
+        del self._hashes[length + 1 :]
+
+    def matches(self, length: int, prefix_hash: int) -> bool:
+        """Whether the first `length` tokens are those with this hash."""
+        return length <= len(self.tokens) and self._hashes[length] == prefix_hash
+
+    def replace_tail(
+        self, start: int, token_ids: Sequence[int], base_len: int, base_hash: int
+    ) -> bool:
+        """Cut to `start` and append `token_ids`, only if that gives the base described.
+
+        False, and nothing changed, if the result would not have its length and hash.
+        """
+        if start > len(self.tokens) or start + len(token_ids) != base_len:
+            return False
+        hashes = self._hashes_after(start, token_ids)
+        if (hashes[-1] if hashes else self._hashes[start]) != base_hash:
+            return False
+        self.cut(start)
+        self.tokens.extend(token_ids)
+        self._hashes.extend(hashes)
+        return True
+
+    def _hashes_after(self, start: int, token_ids: Sequence[int]) -> "array.array[int]":
+        hashes = array.array("Q")
+        last = self._hashes[start]
+        for token_id in token_ids:
+            last = chain_hash(last, (token_id,))
+            hashes.append(last)
+        return hashes

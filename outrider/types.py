@@ -1,0 +1,215 @@
+"""Values that every part of Outrider shares. Torch-free; frozen; the words of docs/design.md.
+
+The protobuf messages of `outrider.v1` carry them between processes; `outrider.wire` converts.
+"""
+
+import enum
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MAX_SPECULATIVE_TOKENS = 16
+MAX_PROPOSAL_TOKENS = 64
+MAX_SPARSE_ENTRIES = 64
+MAX_LOGPROBS = 20
+
+EMPTY_PREFIX_HASH = 0
+"""Chained hash of the empty prefix."""
+
+_SESSION_ID = re.compile(r"[A-Za-z0-9_-]{22}\Z")
+
+
+class VerificationMode(enum.Enum):
+    """How a proposal is verified (docs/design.md §3)."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
+class TokenSource(enum.Enum):
+    """Where an emitted token came from."""
+
+    PLAIN = "plain"
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_FULL = "context_full"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn from the target's logits; ranges as in common.proto."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """What a worker needs to know of a generation; fields as in worker.proto."""
+
+    sampling: SamplingParams
+    mode: VerificationMode = VerificationMode.COUPLED
+    prompt_len: int = 1
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SparseDistribution:
+    """Probability of ids[i] is weights[i] / sum(weights); ids increase, weights in [1, 65535]."""
+
+    ids: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Guessed tokens after a base: a chain, or a tree where `parents` is not empty."""
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    distributions: tuple[SparseDistribution, ...] = ()
+    proposer: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Natural-log probabilities under the unprocessed target logits; `top` is (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of one verification: accepted guesses, then one token of the target's own."""
+
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    num_proposed: int
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+    @property
+    def sources(self) -> tuple[TokenSource, ...]:
+        if not self.num_proposed:
+            own = TokenSource.PLAIN
+        elif self.num_accepted == self.num_proposed:
+            own = TokenSource.BONUS
+        else:
+            own = TokenSource.RECOVERED
+        return (TokenSource.ACCEPTED,) * self.num_accepted + (own,)
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Who may speak for a session: the epoch and the nonce of its owner."""
+
+    session_id: str
+    epoch: int
+    owner_nonce: int
+    completion: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkTiming:
+    """Microseconds an entry spent queued and computing, and the rows of its last pass."""
+
+    queue_us: int = 0
+    compute_us: int = 0
+    batch_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Speculation, counted; values are added with `+`."""
+
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    recovered: int = 0
+    bonus: int = 0
+    plain: int = 0
+    dropped_proposals: int = 0
+    fallback_rounds: int = 0
+    proposed_by_position: tuple[int, ...] = field(default=())
+    accepted_by_position: tuple[int, ...] = field(default=())
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over proposed; None where nothing was proposed."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per round, the recovered, bonus or plain one included."""
+        tokens = self.accepted + self.recovered + self.bonus + self.plain
+        return tokens / self.rounds if self.rounds else None
+
+    def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
+        return SpeculationStats(
+            rounds=self.rounds + other.rounds,
+            proposed=self.proposed + other.proposed,
+            accepted=self.accepted + other.accepted,
+            recovered=self.recovered + other.recovered,
+            bonus=self.bonus + other.bonus,
+            plain=self.plain + other.plain,
+            dropped_proposals=self.dropped_proposals + other.dropped_proposals,
+            fallback_rounds=self.fallback_rounds + other.fallback_rounds,
+            proposed_by_position=_add(self.proposed_by_position, other.proposed_by_position),
+            accepted_by_position=_add(self.accepted_by_position, other.accepted_by_position),
+        )
+
+
+def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    short, long = sorted((left, right), key=len)
+    return tuple(a + b for a, b in zip(short, long, strict=False)) + long[len(short) :]
+
+
+def chain_hash(previous: int, token_ids: Iterable[int]) -> int:
+    """Extend the 64-bit hash of a prefix by token ids, one at a time.
+
+    The hash after token t is BLAKE2b-64 of (hash before, t as 4 bytes), little-endian, so that
+    chain_hash(chain_hash(h, a), b) == chain_hash(h, a + b).
+    """
+    state = previous.to_bytes(8, "little")
+    for token_id in token_ids:
+        state = hashlib.blake2b(state + token_id.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(state, "little")
+
+
+def new_session_id() -> str:
+    """22 characters of [A-Za-z0-9_-], 128 random bits."""
+    return secrets.token_urlsafe(16)
+
+
+def is_session_id(text: str) -> bool:
+    return _SESSION_ID.match(text) is not None
+
+
+def new_nonce() -> int:
+    """A non-zero random 63-bit number: owner nonces, incarnations, seeds."""
+    return secrets.randbits(63) | 1

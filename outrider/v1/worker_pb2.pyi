@@ -1,0 +1,311 @@
+from outrider.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_REASON_UNSPECIFIED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_STALE_EPOCH: _ClassVar[RefusalReason]
+    REFUSAL_REASON_NONCE_MISMATCH: _ClassVar[RefusalReason]
+    REFUSAL_REASON_UNKNOWN_SESSION: _ClassVar[RefusalReason]
+    REFUSAL_REASON_INVALID_ARGUMENT: _ClassVar[RefusalReason]
+    REFUSAL_REASON_RESOURCE_EXHAUSTED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_DEADLINE_EXCEEDED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_CANCELLED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_INTERNAL: _ClassVar[RefusalReason]
+    REFUSAL_REASON_DRAINING: _ClassVar[RefusalReason]
+    REFUSAL_REASON_CONTEXT_EXCEEDED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_UNSUPPORTED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_STALE_NUMBER: _ClassVar[RefusalReason]
+REFUSAL_REASON_UNSPECIFIED: RefusalReason
+REFUSAL_REASON_STALE_EPOCH: RefusalReason
+REFUSAL_REASON_NONCE_MISMATCH: RefusalReason
+REFUSAL_REASON_UNKNOWN_SESSION: RefusalReason
+REFUSAL_REASON_INVALID_ARGUMENT: RefusalReason
+REFUSAL_REASON_RESOURCE_EXHAUSTED: RefusalReason
+REFUSAL_REASON_DEADLINE_EXCEEDED: RefusalReason
+REFUSAL_REASON_CANCELLED: RefusalReason
+REFUSAL_REASON_INTERNAL: RefusalReason
+REFUSAL_REASON_DRAINING: RefusalReason
+REFUSAL_REASON_CONTEXT_EXCEEDED: RefusalReason
+REFUSAL_REASON_UNSUPPORTED: RefusalReason
+REFUSAL_REASON_STALE_NUMBER: RefusalReason
+
+class EntryHeader(_message.Message):
+    __slots__ = ("session_id", "completion", "epoch", "owner_nonce", "number", "base_len", "base_hash", "timeout_ms", "traceparent", "request_id", "tenant", "model", "adapter")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OWNER_NONCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    BASE_HASH_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    completion: int
+    epoch: int
+    owner_nonce: int
+    number: int
+    base_len: int
+    base_hash: int
+    timeout_ms: int
+    traceparent: str
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str
+    def __init__(self, session_id: _Optional[str] = ..., completion: _Optional[int] = ..., epoch: _Optional[int] = ..., owner_nonce: _Optional[int] = ..., number: _Optional[int] = ..., base_len: _Optional[int] = ..., base_hash: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class TokenDelta(_message.Message):
+    __slots__ = ("start", "token_ids")
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerationSpec(_message.Message):
+    __slots__ = ("sampling", "mode", "prompt_len", "min_tokens", "stop_ids", "logprobs")
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    sampling: _common_pb2.SamplingParams
+    mode: _common_pb2.VerificationMode
+    prompt_len: int
+    min_tokens: int
+    stop_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: int
+    def __init__(self, sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., prompt_len: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+
+class OpenEntry(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: GenerationSpec
+    def __init__(self, spec: _Optional[_Union[GenerationSpec, _Mapping]] = ...) -> None: ...
+
+class CloseEntry(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CancelEntry(_message.Message):
+    __slots__ = ("through_number",)
+    THROUGH_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    through_number: int
+    def __init__(self, through_number: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reason", "message", "field")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    reason: RefusalReason
+    message: str
+    field: str
+    def __init__(self, reason: _Optional[_Union[RefusalReason, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class NeedTokens(_message.Message):
+    __slots__ = ()
+    FROM_FIELD_NUMBER: _ClassVar[int]
+    def __init__(self, **kwargs) -> None: ...
+
+class ReplyHeader(_message.Message):
+    __slots__ = ("session_id", "completion", "epoch", "number", "owner_nonce")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OWNER_NONCE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    completion: int
+    epoch: int
+    number: int
+    owner_nonce: int
+    def __init__(self, session_id: _Optional[str] = ..., completion: _Optional[int] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., owner_nonce: _Optional[int] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("have_len",)
+    HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
+    have_len: int
+    def __init__(self, have_len: _Optional[int] = ...) -> None: ...
+
+class Closed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkTiming(_message.Message):
+    __slots__ = ("queue_us", "compute_us", "batch_rows")
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    queue_us: int
+    compute_us: int
+    batch_rows: int
+    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ...) -> None: ...
+
+class ProposeEntry(_message.Message):
+    __slots__ = ("delta", "num_speculative_tokens")
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    delta: TokenDelta
+    num_speculative_tokens: int
+    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...
+
+class Proposed(_message.Message):
+    __slots__ = ("proposal", "timing")
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    proposal: _common_pb2.Proposal
+    timing: WorkTiming
+    def __init__(self, proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ...) -> None: ...
+
+class VerifyEntry(_message.Message):
+    __slots__ = ("delta", "proposal")
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    delta: TokenDelta
+    proposal: _common_pb2.Proposal
+    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ...) -> None: ...
+
+class Verified(_message.Message):
+    __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_accepted: int
+    num_proposed: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
+    next_proposal: _common_pb2.Proposal
+    timing: WorkTiming
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ...) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("header", "open", "propose", "verify", "close", "cancel")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    header: EntryHeader
+    open: OpenEntry
+    propose: ProposeEntry
+    verify: VerifyEntry
+    close: CloseEntry
+    cancel: CancelEntry
+    def __init__(self, header: _Optional[_Union[EntryHeader, _Mapping]] = ..., open: _Optional[_Union[OpenEntry, _Mapping]] = ..., propose: _Optional[_Union[ProposeEntry, _Mapping]] = ..., verify: _Optional[_Union[VerifyEntry, _Mapping]] = ..., close: _Optional[_Union[CloseEntry, _Mapping]] = ..., cancel: _Optional[_Union[CancelEntry, _Mapping]] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("header", "opened", "proposed", "verified", "closed", "need_tokens", "refused")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    NEED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    header: ReplyHeader
+    opened: Opened
+    proposed: Proposed
+    verified: Verified
+    closed: Closed
+    need_tokens: NeedTokens
+    refused: Refused
+    def __init__(self, header: _Optional[_Union[ReplyHeader, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., proposed: _Optional[_Union[Proposed, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., need_tokens: _Optional[_Union[NeedTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class RunRequest(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[Entry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
+
+class RunResponse(_message.Message):
+    __slots__ = ("replies",)
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    replies: _containers.RepeatedCompositeFieldContainer[Reply]
+    def __init__(self, replies: _Optional[_Iterable[_Union[Reply, _Mapping]]] = ...) -> None: ...
+
+class BulkRequest(_message.Message):
+    __slots__ = ("header", "delta")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    header: EntryHeader
+    delta: TokenDelta
+    def __init__(self, header: _Optional[_Union[EntryHeader, _Mapping]] = ..., delta: _Optional[_Union[TokenDelta, _Mapping]] = ...) -> None: ...
+
+class BulkResponse(_message.Message):
+    __slots__ = ("header", "held", "need_tokens", "refused")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    NEED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    header: ReplyHeader
+    held: Opened
+    need_tokens: NeedTokens
+    refused: Refused
+    def __init__(self, header: _Optional[_Union[ReplyHeader, _Mapping]] = ..., held: _Optional[_Union[Opened, _Mapping]] = ..., need_tokens: _Optional[_Union[NeedTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InfoResponse(_message.Message):
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "incarnation", "protocol_min", "protocol_max", "capabilities", "required_capabilities", "kv_blocks_total", "kv_blocks_free", "kv_block_tokens", "sessions", "max_proposal_tokens", "eos_token_ids", "version", "draining")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROPOSAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    context_length: int
+    dtype: str
+    device: str
+    incarnation: int
+    protocol_min: int
+    protocol_max: int
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    required_capabilities: _containers.RepeatedScalarFieldContainer[str]
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_block_tokens: int
+    sessions: int
+    max_proposal_tokens: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    version: str
+    draining: bool
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ...) -> None: ...

@@ -1,0 +1,298 @@
+"""Between the values of `outrider.types` and the messages of `outrider.v1`: the one place.
+
+`*_to_proto` never fails. `*_from_proto` checks every range that the field's comment states and
+raises InvalidArgument with the field's name.
+"""
+
+import itertools
+from collections.abc import Iterable
+
+from outrider.errors import InvalidArgument
+from outrider.types import (
+    MAX_LOGPROBS,
+    MAX_PROPOSAL_TOKENS,
+    MAX_SPARSE_ENTRIES,
+    FinishReason,
+    GenerationSpec,
+    PositionLogprobs,
+    Proposal,
+    SamplingParams,
+    SparseDistribution,
+    SpeculationStats,
+    TokenSource,
+    Verdict,
+    VerificationMode,
+    WorkTiming,
+)
+from outrider.v1 import common_pb2, generation_pb2, worker_pb2
+
+_MODES = {
+    VerificationMode.COUPLED: common_pb2.VERIFICATION_MODE_COUPLED,
+    VerificationMode.REJECTION: common_pb2.VERIFICATION_MODE_REJECTION,
+}
+_MODES_BACK = {value: key for key, value in _MODES.items()}
+_SOURCES = {
+    TokenSource.PLAIN: common_pb2.TOKEN_SOURCE_PLAIN,
+    TokenSource.ACCEPTED: common_pb2.TOKEN_SOURCE_ACCEPTED,
+    TokenSource.RECOVERED: common_pb2.TOKEN_SOURCE_RECOVERED,
+    TokenSource.BONUS: common_pb2.TOKEN_SOURCE_BONUS,
+}
+_SOURCES_BACK = {value: key for key, value in _SOURCES.items()}
+_REASONS = {
+    FinishReason.EOS: generation_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: generation_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: generation_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.MAX_TOKENS: generation_pb2.FINISH_REASON_MAX_TOKENS,
+    FinishReason.CONTEXT_FULL: generation_pb2.FINISH_REASON_CONTEXT_FULL,
+}
+_REASONS_BACK = {value: key for key, value in _REASONS.items()}
+_MAX_STOP_IDS = 64
+
+
+def require(condition: bool, message: str, field: str) -> None:
+    """Raise InvalidArgument(message, field) unless `condition` holds."""
+    if not condition:
+        raise InvalidArgument(message, field=field)
+
+
+def mode_to_proto(mode: VerificationMode) -> "common_pb2.VerificationMode":
+    return _MODES[mode]
+
+
+def mode_from_proto(value: int) -> VerificationMode:
+    """The mode; unspecified is coupled."""
+    if value == common_pb2.VERIFICATION_MODE_UNSPECIFIED:
+        return VerificationMode.COUPLED
+    require(value in _MODES_BACK, f"unknown verification mode {value}", "mode")
+    return _MODES_BACK[value]  # type: ignore[index]
+
+
+def sources_to_proto(sources: Iterable[TokenSource]) -> list["common_pb2.TokenSource"]:
+    return [_SOURCES[source] for source in sources]
+
+
+def source_from_proto(value: int) -> TokenSource:
+    return _SOURCES_BACK.get(value, TokenSource.PLAIN)  # type: ignore[call-overload,no-any-return]
+
+
+def reason_to_proto(reason: FinishReason) -> "generation_pb2.FinishReason":
+    return _REASONS[reason]
+
+
+def reason_from_proto(value: int) -> FinishReason | None:
+    return _REASONS_BACK.get(value)  # type: ignore[call-overload,no-any-return]
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+    )
+
+
+def sampling_from_proto(
+    message: common_pb2.SamplingParams, *, default_seed: int = 0
+) -> SamplingParams:
+    """Sampling parameters with unset fields filled in and every range checked."""
+    temperature = message.temperature if message.HasField("temperature") else 0.0
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    # NaN fails both comparisons of a range.
+    require(0.0 <= temperature <= 10.0, f"{temperature} is not in [0, 10]", "temperature")
+    require(0.0 < top_p <= 1.0, f"{top_p} is not in (0, 1]", "top_p")
+    require(0.0 <= message.min_p <= 1.0, f"{message.min_p} is not in [0, 1]", "min_p")
+    require(message.top_k < 1 << 31, f"{message.top_k} is not in [0, 2^31)", "top_k")
+    return SamplingParams(
+        temperature=temperature,
+        top_k=message.top_k,
+        top_p=top_p,
+        min_p=message.min_p,
+        seed=message.seed if message.HasField("seed") else default_seed,
+    )
+
+
+def spec_to_proto(spec: GenerationSpec) -> worker_pb2.GenerationSpec:
+    return worker_pb2.GenerationSpec(
+        sampling=sampling_to_proto(spec.sampling),
+        mode=mode_to_proto(spec.mode),
+        prompt_len=spec.prompt_len,
+        min_tokens=spec.min_tokens,
+        stop_ids=spec.stop_ids,
+        logprobs=spec.logprobs,
+    )
+
+
+def spec_from_proto(message: worker_pb2.GenerationSpec, *, vocab_size: int) -> GenerationSpec:
+    """A generation's sampling, as a worker with this vocabulary can carry it out."""
+    logprobs = message.logprobs if message.HasField("logprobs") else None
+    require(message.prompt_len >= 1, "must be at least 1", "prompt_len")
+    require(
+        logprobs is None or logprobs <= MAX_LOGPROBS,
+        f"{logprobs} is not in [0, {MAX_LOGPROBS}]",
+        "logprobs",
+    )
+    require(
+        len(message.stop_ids) <= _MAX_STOP_IDS,
+        f"{len(message.stop_ids)} ids; at most {_MAX_STOP_IDS} are allowed",
+        "stop_ids",
+    )
+    check_token_ids(message.stop_ids, vocab_size, "stop_ids")
+    return GenerationSpec(
+        sampling=sampling_from_proto(message.sampling),
+        mode=mode_from_proto(message.mode),
+        prompt_len=message.prompt_len,
+        min_tokens=message.min_tokens,
+        stop_ids=tuple(message.stop_ids),
+        logprobs=logprobs,
+    )
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
+    worst = max(token_ids, default=0)
+    require(
+        worst < vocab_size, f"token id {worst} is not below the vocabulary's {vocab_size}", field
+    )
+
+
+def proposal_to_proto(proposal: Proposal) -> common_pb2.Proposal:
+    return common_pb2.Proposal(
+        token_ids=proposal.token_ids,
+        parents=proposal.parents,
+        distributions=[
+            common_pb2.SparseDistribution(ids=d.ids, weights=d.weights)
+            for d in proposal.distributions
+        ],
+        proposer=proposal.proposer,
+    )
+
+
+def proposal_from_proto(message: common_pb2.Proposal, *, vocab_size: int) -> Proposal:
+    """A proposal whose shape and ranges are right; whether it is any good is for the target."""
+    count = len(message.token_ids)
+    require(
+        count <= MAX_PROPOSAL_TOKENS,
+        f"{count} guesses; at most {MAX_PROPOSAL_TOKENS} are allowed",
+        "proposal.token_ids",
+    )
+    require(len(message.parents) in (0, count), "must be as many as token_ids", "proposal.parents")
+    require(
+        len(message.distributions) in (0, count),
+        "must be as many as token_ids",
+        "proposal.distributions",
+    )
+    check_token_ids(message.token_ids, vocab_size, "proposal.token_ids")
+    return Proposal(
+        token_ids=tuple(message.token_ids),
+        parents=tuple(message.parents),
+        distributions=tuple(
+            _sparse_from_proto(d, token_id, vocab_size)
+            for d, token_id in zip(message.distributions, message.token_ids, strict=False)
+        ),
+        proposer=message.proposer,
+    )
+
+
+def _sparse_from_proto(
+    message: common_pb2.SparseDistribution, guess: int, vocab_size: int
+) -> SparseDistribution:
+    ids, weights = tuple(message.ids), tuple(message.weights)
+    field = "proposal.distributions"
+    require(1 <= len(ids) <= MAX_SPARSE_ENTRIES, f"{len(ids)} entries; 1 to 64 allowed", field)
+    require(len(ids) == len(weights), "ids and weights differ in number", field)
+    require(all(a < b for a, b in itertools.pairwise(ids)), "ids must increase", field)
+    require(ids[-1] < vocab_size, f"token id {ids[-1]} is not below {vocab_size}", field)
+    require(min(weights) >= 1 and max(weights) <= 65535, "a weight is not in [1, 65535]", field)
+    require(guess in ids, f"guess {guess} is not in its own distribution", field)
+    return SparseDistribution(ids, weights)
+
+
+def logprobs_to_proto(
+    logprobs: Iterable[PositionLogprobs],
+) -> list[common_pb2.PositionLogprobs]:
+    return [
+        common_pb2.PositionLogprobs(
+            chosen=common_pb2.TokenLogprob(token_id=p.token_id, logprob=p.logprob),
+            top=[common_pb2.TokenLogprob(token_id=i, logprob=value) for i, value in p.top],
+        )
+        for p in logprobs
+    ]
+
+
+def logprobs_from_proto(
+    messages: Iterable[common_pb2.PositionLogprobs],
+) -> tuple[PositionLogprobs, ...]:
+    return tuple(
+        PositionLogprobs(
+            token_id=m.chosen.token_id,
+            logprob=m.chosen.logprob,
+            top=tuple((t.token_id, t.logprob) for t in m.top),
+        )
+        for m in messages
+    )
+
+
+def verified_to_proto(verdict: Verdict, timing: WorkTiming) -> worker_pb2.Verified:
+    return worker_pb2.Verified(
+        token_ids=verdict.token_ids,
+        num_accepted=verdict.num_accepted,
+        num_proposed=verdict.num_proposed,
+        logprobs=logprobs_to_proto(verdict.logprobs),
+        timing=timing_to_proto(timing),
+    )
+
+
+def verdict_from_proto(message: worker_pb2.Verified) -> Verdict:
+    require(
+        message.num_accepted == len(message.token_ids) - 1
+        and message.num_accepted <= message.num_proposed,
+        "accepted guesses and tokens do not fit together",
+        "num_accepted",
+    )
+    return Verdict(
+        token_ids=tuple(message.token_ids),
+        num_accepted=message.num_accepted,
+        num_proposed=message.num_proposed,
+        logprobs=logprobs_from_proto(message.logprobs),
+    )
+
+
+def timing_to_proto(timing: WorkTiming) -> worker_pb2.WorkTiming:
+    return worker_pb2.WorkTiming(
+        queue_us=timing.queue_us, compute_us=timing.compute_us, batch_rows=timing.batch_rows
+    )
+
+
+def timing_from_proto(message: worker_pb2.WorkTiming) -> WorkTiming:
+    return WorkTiming(message.queue_us, message.compute_us, message.batch_rows)
+
+
+def stats_to_proto(stats: SpeculationStats) -> generation_pb2.SpeculationStats:
+    return generation_pb2.SpeculationStats(
+        rounds=stats.rounds,
+        proposed=stats.proposed,
+        accepted=stats.accepted,
+        recovered=stats.recovered,
+        bonus=stats.bonus,
+        plain=stats.plain,
+        dropped_proposals=stats.dropped_proposals,
+        fallback_rounds=stats.fallback_rounds,
+        proposed_by_position=stats.proposed_by_position,
+        accepted_by_position=stats.accepted_by_position,
+    )
+
+
+def stats_from_proto(message: generation_pb2.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        rounds=message.rounds,
+        proposed=message.proposed,
+        accepted=message.accepted,
+        recovered=message.recovered,
+        bonus=message.bonus,
+        plain=message.plain,
+        dropped_proposals=message.dropped_proposals,
+        fallback_rounds=message.fallback_rounds,
+        proposed_by_position=tuple(message.proposed_by_position),
+        accepted_by_position=tuple(message.accepted_by_position),
+    )
