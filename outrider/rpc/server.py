@@ -1,0 +1,171 @@
+"""A gRPC server as every service runs it: TLS, authentication, health, reflection, draining."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.config import describe, load_config, setting
+from outrider.errors import InvalidArgument, OutriderError, Unavailable
+from outrider.rpc.auth import Authenticator, AuthInterceptor
+from outrider.rpc.channel import MAX_MESSAGE_BYTES
+from outrider.telemetry.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What all services can be told about their server."""
+
+    host: str = setting("127.0.0.1", help="address to listen on")
+    port: int = setting(0, help="port to listen on; 0 picks a free one")
+    ready_file: str = setting("", help="file that gets address, pid and info once serving")
+    tls_cert: str = setting("", help="PEM certificate chain; switches TLS on")
+    tls_key: str = setting("", help="PEM private key of the certificate")
+    tls_client_ca: str = setting("", help="PEM CA of client certificates, which it requires (mTLS)")
+    auth_token_file: str = setting("", help="file of bearer tokens, a line `tenant:token` each")
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, help="largest message taken, in bytes")
+    max_concurrent_calls: int = setting(4096, help="calls served at once; more are refused")
+    drain_s: float = setting(30.0, help="seconds that running calls get after SIGTERM")
+    log_level: str = setting("info", help="least severe level to log", choices=LOG_LEVELS)
+    log_json: bool = setting(True, help="log JSON objects rather than text")
+
+
+C = TypeVar("C", bound=ServerConfig)
+
+
+def run_service(
+    cls: type[C], serve: Callable[[C], Coroutine[Any, Any, None]], *, name: str
+) -> None:
+    """The `main` of a service: config from flags, environment and file, then `serve` until it
+    ends. An error that the user can mend ends the process with status 1 and one line."""
+    try:
+        config = load_config(
+            cls,
+            sys.argv[1:],
+            os.environ,
+            prog=f"python -m services.{name}",
+            env_prefix=f"OUTRIDER_{name.upper()}_",
+        )
+        configure_logging(config.log_level, as_json=config.log_json)
+        logger.info("starting", extra={"service": name, "config": describe(config)})
+        _run(serve(config))
+    except OutriderError as error:
+        sys.exit(f"error: {error}")
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+class Server:
+    """`start`, `serving`, then `until_stopped`; health says NOT_SERVING outside of that."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        service_names: Sequence[str],
+        authenticator: Authenticator | None = None,
+    ) -> None:
+        authenticator = authenticator or Authenticator.from_file(config.auth_token_file)
+        self._config = config
+        self._service_names = service_names
+        self._health = health.aio.HealthServicer()
+        self._stop = asyncio.Event()
+        self.grpc = grpc.aio.server(
+            interceptors=[AuthInterceptor(authenticator)],
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=config.max_concurrent_calls,
+        )
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen; everything but health answers from now on, health after `serving`."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        port = self._bind(f"{self._config.host}:{self._config.port}")
+        self.address = f"{self._config.host}:{port}"
+        await self.grpc.start()
+
+    async def serving(self, info: dict[str, Any]) -> None:
+        """Health says SERVING, and the ready file appears."""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        if self._config.ready_file:
+            content = {"address": self.address, "pid": os.getpid(), "info": info}
+            path = Path(self._config.ready_file)
+            scratch = path.with_name(path.name + ".new")
+            scratch.write_text(json.dumps(content))
+            scratch.rename(path)
+        logger.info("serving", extra={"address": self.address, **info})
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    async def until_stopped(self, drain: Callable[[], Awaitable[None]]) -> None:
+        """Wait for SIGTERM, SIGINT or `request_stop`; then drain within `drain_s` and end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        await self._stop.wait()
+        logger.info("draining", extra={"seconds": self._config.drain_s})
+        await self._health.enter_graceful_shutdown()
+        started = loop.time()
+        await drain()
+        left = max(self._config.drain_s - (loop.time() - started), 0.0)
+        await self.grpc.stop(left)
+        logger.info("stopped")
+
+    async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        for name in ("", *self._service_names):
+            await self._health.set(name, status)
+
+    def _bind(self, address: str) -> int:
+        config = self._config
+        try:
+            if not config.tls_cert:
+                return self.grpc.add_insecure_port(address)
+            pair = (_read(config.tls_key, "tls_key"), _read(config.tls_cert, "tls_cert"))
+            client_ca = config.tls_client_ca and _read(config.tls_client_ca, "tls_client_ca")
+            credentials = grpc.ssl_server_credentials(
+                [pair],
+                root_certificates=client_ca or None,
+                require_client_auth=bool(client_ca),
+            )
+            return self.grpc.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on {address}: {error}", field="port") from error
+
+
+def _read(path: str, field: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path!r}: {error.strerror}", field=field) from error
