@@ -1,0 +1,218 @@
+"""Loading a model: weights, tokenizer and the fingerprints that tell pairs apart."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.engine import attention, model_files
+from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What an orchestrator needs of a tokenizer, and the fingerprint that a pair must share."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    fingerprint: str
+
+    def to_json(self) -> bytes:
+        """The object that TargetService.GetTokenizer sends."""
+        return json.dumps(
+            {
+                "tokenizer": json.loads(self.tokenizer_json),
+                "chat_template": self.chat_template,
+                "bos_token": self.bos_token,
+                "eos_token": self.eos_token,
+            }
+        ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model of `transformers`, ready for the engine."""
+
+    name: str
+    folder: Path
+    model: nn.Module
+    config: Any
+    tokenizer: TokenizerFiles
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def named(self, name: str) -> "LoadedModel":
+        """The same model under another name."""
+        return dataclasses.replace(self, name=name)
+
+
+def load_model(
+    reference: str,
+    *,
+    tier: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    cache_dir: Path | None = None,
+) -> LoadedModel:
+    """Load `reference` (see model_files) for `tier` ("draft" or "target").
+
+    `dtype` auto is bfloat16 where the processor computes in it, else float32; `device` auto is
+    the first CUDA device where there is one. Raises InvalidArgument for an unknown reference and
+    Unsupported for a model whose cache cannot be rolled back.
+    """
+    files = model_files.resolve(
+        reference, tier=tier, cache_dir=cache_dir or model_files.default_cache_dir()
+    )
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch_device = _device(device)
+    torch_dtype = _dtype(dtype, torch_device)
+    config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False)
+    check_supported(config)
+    attention.register()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        files.folder,
+        config=config,
+        dtype=torch_dtype,
+        attn_implementation=attention.IMPLEMENTATION,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    model.requires_grad_(False)
+    model.eval()
+    model.to(torch_device)
+    return LoadedModel(
+        name=files.name,
+        folder=files.folder,
+        model=model,
+        config=config,
+        tokenizer=read_tokenizer(files.folder),
+        fingerprint=_model_fingerprint(files.folder),
+        eos_token_ids=_eos_token_ids(model),
+        vocab_size=int(config.vocab_size),
+        context_length=int(config.max_position_embeddings),
+        dtype=torch_dtype,
+        device=torch_device,
+    )
+
+
+def check_supported(config: Any) -> None:
+    """Refuse models whose KV is not plain full attention: they could not be rolled back right."""
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    if kinds - {"full_attention"}:
+        raise Unsupported(
+            f"layers of type {', '.join(sorted(kinds - {'full_attention'}))} are not supported; "
+            "only full attention is",
+            field="model",
+        )
+    windowed = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
+    if windowed and not getattr(config, "layer_types", None):
+        raise Unsupported("sliding-window attention is not supported", field="model")
+    if not getattr(config, "num_attention_heads", None) or config.is_encoder_decoder:
+        raise Unsupported(f"{config.model_type} is not a decoder with attention", field="model")
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """The tokenizer in a model folder; FailedPrecondition where there is none."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not tokenizer.is_fast:
+            raise FailedPrecondition(f"{folder} has no tokenizer.json and none can be made")
+        text = tokenizer.backend_tokenizer.to_str()
+    settings = model_files.read_json(folder / "tokenizer_config.json")
+    template_path = folder / "chat_template.jinja"
+    template = (
+        template_path.read_text(encoding="utf-8")
+        if template_path.is_file()
+        else settings.get("chat_template")
+    )
+    return TokenizerFiles(
+        tokenizer_json=text,
+        chat_template=template if isinstance(template, str) else None,
+        bos_token=_token_text(settings.get("bos_token")),
+        eos_token=_token_text(settings.get("eos_token")),
+        fingerprint=_tokenizer_fingerprint(json.loads(text)),
+    )
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _tokenizer_fingerprint(tokenizer: dict[str, Any]) -> str:
+    """SHA-256 over what decides which ids mean what: vocabulary, merges and added tokens."""
+    model = tokenizer["model"]
+    identity = {
+        "type": model.get("type"),
+        "vocab": model.get("vocab"),
+        "merges": model.get("merges"),
+        "added": [(token["id"], token["content"]) for token in tokenizer.get("added_tokens", [])],
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _model_fingerprint(folder: Path) -> str:
+    """SHA-256 over the configuration and the name, size and head of every weight file.
+
+    A safetensors file starts with its table of tensors; that and the first 64 KiB of weights
+    tell models of one architecture apart without reading gigabytes.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            digest.update(f"{path.name}:{path.stat().st_size}".encode())
+            digest.update(file.read(min(header_size, 1 << 24) + (1 << 16)))
+    return digest.hexdigest()
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    for config in (getattr(model, "generation_config", None), model.config):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    return ()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument("CUDA was asked for, but there is no CUDA device", field="device")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    fast_bf16 = (
+        torch.cuda.is_bf16_supported()
+        if device.type == "cuda"
+        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return torch.bfloat16 if fast_bf16 else torch.float32

@@ -1,0 +1,152 @@
+"""Continuous batching: which rows of which sequences go into the next pass.
+
+Work stands in a queue until the KV that it may need at worst is reserved; then it takes part in
+every pass until its last row is computed. Short work (decode, verification) goes first, long
+prompts fill what is left of the row budget in chunks, so that they never stall others' rounds.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.engine.block_manager import BlockManager
+from outrider.engine.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Rows to compute for one sequence: KV of `tokens`, logits of the last `num_logits`.
+
+    `reserve` is the length in tokens for which KV is taken before the work starts. `context`
+    belongs to the tier that made the work, `owner` to the worker that runs it. `computed` counts
+    the tokens whose KV exists.
+    """
+
+    sequence: Sequence
+    tokens: list[int]
+    num_logits: int
+    reserve: int
+    deadline: float
+    context: Any = None
+    owner: Any = None
+    computed: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    batch_rows: int = 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.computed
+
+    def extend(self, token_id: int) -> None:
+        """Go on with one more token, whose logits are wanted."""
+        self.tokens.append(token_id)
+        self.num_logits = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`count` tokens of a work's pending ones, for the next pass."""
+
+    work: Work
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        return self.count == self.work.pending
+
+
+class Scheduler:
+    """Owns the queue and the running work. `find_idle` yields sequences that may lose their KV,
+    the one that is missed least first."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_rows: int,
+        find_idle: Callable[[], Iterable[Sequence]],
+    ) -> None:
+        self.blocks = blocks
+        self.max_rows = max_rows
+        self.waiting: deque[Work] = deque()
+        self.running: list[Work] = []
+        self.preemptions = 0
+        self._find_idle = find_idle
+
+    @property
+    def works(self) -> list[Work]:
+        """All work, running first."""
+        return [*self.running, *self.waiting]
+
+    def submit(self, work: Work) -> None:
+        self.waiting.append(work)
+
+    def drop(self, is_dead: Callable[[Work], bool]) -> list[Work]:
+        """Take out and return the work for which `is_dead` holds; what it computed stays KV."""
+        dead = [work for work in self.works if is_dead(work)]
+        for work in dead:
+            (self.running if work in self.running else self.waiting).remove(work)
+            self._trim(work.sequence)
+        return dead
+
+    def next_batch(self) -> list[Chunk]:
+        """The chunks of the next pass; empty when nothing can run."""
+        self._admit()
+        budget = self.max_rows
+        batch = []
+        for work in sorted(self.running, key=lambda work: work.pending):
+            count = min(work.pending, budget)
+            if count == 0:
+                break
+            batch.append(Chunk(work, count))
+            budget -= count
+        return batch
+
+    def finish(self, work: Work) -> None:
+        self.running.remove(work)
+        self._trim(work.sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence's KV."""
+        sequence.cached.clear()
+        self.blocks.truncate(sequence.blocks, 0)
+
+    def _admit(self) -> None:
+        while self.waiting:
+            work = self.waiting[0]
+            if not self._reserve(work):
+                return
+            self.waiting.popleft()
+            sequence = work.sequence
+            work.computed = sequence.usable_kv(work.tokens, work.num_logits)
+            del sequence.cached[work.computed :]
+            work.started = time.monotonic()
+            self.running.append(work)
+
+    def _reserve(self, work: Work) -> bool:
+        """Take KV for the worst case, from idle sequences or from later work in the queue.
+
+        Running work keeps its KV and comes to an end, so the first in the queue never starves.
+        """
+        sequence = work.sequence
+        if self.blocks.extend(sequence.blocks, work.reserve):
+            return True
+        for victim in self._victims(sequence):
+            self.release(victim)
+            self.preemptions += 1
+            if self.blocks.extend(sequence.blocks, work.reserve):
+                return True
+        return False
+
+    def _victims(self, sequence: Sequence) -> Iterator[Sequence]:
+        yield from self._find_idle()
+        for work in reversed(self.waiting):
+            if work.sequence is not sequence and work.sequence.blocks:
+                yield work.sequence
+
+    def _trim(self, sequence: Sequence) -> None:
+        self.blocks.truncate(sequence.blocks, len(sequence.cached))

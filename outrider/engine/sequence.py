@@ -1,0 +1,38 @@
+"""A sequence: the committed tokens of one completion, and the KV that exists of them.
+
+The committed tokens are the truth, KV is a cache of a prefix. `cached` names the token ids that
+the KV really came from, rejected guesses included; before new work it is cut to the longest
+prefix that it shares with the tokens the work stands on, which is all that rollback is.
+"""
+
+import time
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from outrider.token_log import TokenLog
+from outrider.types import GenerationSpec
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one completion; owned by the engine's thread."""
+
+    spec: GenerationSpec | None = None
+    log: TokenLog = field(default_factory=TokenLog)
+    cached: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    last_used: float = field(default_factory=time.monotonic)
+
+    def usable_kv(self, tokens: Tokens[int], num_logits: int) -> int:
+        """Length of the cached prefix that `tokens` share.
+
+        The last `num_logits` tokens are left out: they are computed, because their logits are
+        wanted.
+        """
+        limit = min(len(self.cached), len(tokens))
+        if self.cached[:limit] == tokens[:limit]:
+            common = limit
+        else:
+            pairs = zip(self.cached, tokens, strict=False)
+            common = next(i for i, (cached, token) in enumerate(pairs) if cached != token)
+        return min(common, len(tokens) - num_logits)

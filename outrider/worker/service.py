@@ -1,0 +1,133 @@
+"""The process of a worker: load the model, warm up, serve the worker protocol, drain."""
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.config import setting
+from outrider.engine.loading import LoadedModel, load_model
+from outrider.engine.model_runner import ModelRunner, Rows, kv_bytes_per_token
+from outrider.engine.surgery import optimise
+from outrider.errors import InvalidArgument
+from outrider.rpc.server import Server, ServerConfig
+from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
+from outrider.worker.servicer import WorkerServicer
+from outrider.worker.worker import Tier, Worker, WorkerLimits
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class WorkerConfig(ServerConfig):
+    """What both tiers can be told."""
+
+    model: str = setting("demo", help="hub id, folder, .gguf file, or demo")
+    model_name: str = setting("", help="name that requests use; default: from the reference")
+    dtype: str = setting(
+        "auto",
+        help="weights and arithmetic; auto is bfloat16 where the processor has it",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = setting("auto", help="auto, cpu, cuda or cuda:N")
+    threads: int = setting(0, help="CPU threads of one pass; 0: all cores")
+    kv_memory: str = setting("1GiB", help="memory for KV, for example 512MiB or 20GiB")
+    context_length: int = setting(0, help="longest session in tokens; 0: what the model allows")
+    max_rows: int = setting(512, help="rows of one pass; long prompts are cut into chunks")
+    max_sessions: int = setting(4096, help="sessions known at once")
+    session_idle_s: float = setting(3600.0, help="seconds after which an unused session is closed")
+    cache_dir: str = setting("", help="folder for converted weights; default: ~/.cache/outrider")
+
+
+async def serve_worker(
+    config: WorkerConfig,
+    *,
+    tier_name: str,
+    service_name: str,
+    make_tier: Callable[[LoadedModel, int], Tier],
+    add_servicer: Callable[[Server, WorkerServicer], None],
+    make_servicer: type[WorkerServicer],
+    capabilities: tuple[str, ...],
+) -> None:
+    """Serve until stopped. `make_tier` gets the model and the context length."""
+    server = Server(config, [service_name])
+    worker, loaded = await asyncio.to_thread(_build, config, tier_name, make_tier)
+    servicer = make_servicer(worker, loaded, incarnation=new_nonce(), capabilities=capabilities)
+    add_servicer(server, servicer)
+    worker.start()
+    try:
+        await server.start()
+        info = servicer.info()
+        await server.serving(
+            {
+                "model": info.model,
+                "dtype": info.dtype,
+                "device": info.device,
+                "kv_tokens": info.kv_blocks_total * info.kv_block_tokens,
+                "context_length": info.context_length,
+            }
+        )
+        await server.until_stopped(lambda: servicer.drain(config.drain_s))
+    finally:
+        await asyncio.to_thread(worker.stop)
+
+
+def _build(
+    config: WorkerConfig, tier_name: str, make_tier: Callable[[LoadedModel, int], Tier]
+) -> tuple[Worker, LoadedModel]:
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    loaded = load_model(
+        config.model,
+        tier=tier_name,
+        dtype=config.dtype,
+        device=config.device,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+    )
+    if config.model_name:
+        loaded = loaded.named(config.model_name)
+    optimise(loaded.model)
+    context = min(config.context_length or loaded.context_length, loaded.context_length)
+    memory = parse_bytes(config.kv_memory, field="kv_memory")
+    num_blocks = memory // (kv_bytes_per_token(loaded) * _BLOCK_TOKENS)
+    if num_blocks < 2:
+        raise InvalidArgument(f"{config.kv_memory} is too little for any KV", field="kv_memory")
+    limits = WorkerLimits(
+        num_blocks=num_blocks,
+        max_rows=config.max_rows,
+        max_sessions=config.max_sessions,
+        context_length=context,
+        session_idle_s=config.session_idle_s,
+    )
+    runner = ModelRunner(loaded, num_blocks=num_blocks, block_tokens=_BLOCK_TOKENS)
+    _warm_up(runner, loaded)
+    worker = Worker(runner, make_tier(loaded, context), limits, vocab_size=loaded.vocab_size)
+    return worker, loaded
+
+
+def _warm_up(runner: ModelRunner, loaded: LoadedModel) -> None:
+    """Run the row counts of decoding and verification once, so that no request pays for it."""
+    for rows in (1, 2, 5, 9, MAX_PROPOSAL_TOKENS // 4 + 1):
+        token_ids = [i % loaded.vocab_size for i in range(rows)]
+        runner.forward([Rows(token_ids, start=0, blocks=[0], num_logits=rows)])
+
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "": 1}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)\Z")
+
+
+def parse_bytes(text: str, *, field: str) -> int:
+    """A size such as 512MiB; a bare number is in bytes."""
+    match = _SIZE.match(text)
+    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if value <= 0:
+        raise InvalidArgument(
+            f"{text!r} is not a size above 0; write for example 512MiB", field=field
+        )
+    return value

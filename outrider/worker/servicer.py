@@ -1,0 +1,151 @@
+"""The worker protocol over gRPC: streams of batches on one side, a `Worker` on the other."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import grpc.aio
+
+import outrider
+from outrider.engine.loading import LoadedModel
+from outrider.types import MAX_PROPOSAL_TOKENS
+from outrider.v1 import worker_pb2
+from outrider.worker.worker import Worker
+
+PROTOCOL_VERSION = 1
+_MAX_BATCH = 1024
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext
+
+
+class WorkerServicer:
+    """Run, Bulk and Info of both tiers; the services add what is their own."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        loaded: LoadedModel,
+        *,
+        incarnation: int,
+        capabilities: tuple[str, ...],
+    ) -> None:
+        self._worker = worker
+        self.loaded = loaded
+        self._incarnation = incarnation
+        self._capabilities = capabilities
+
+    async def Run(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.RunRequest],
+        context: "Context[worker_pb2.RunRequest, worker_pb2.RunResponse]",
+    ) -> AsyncIterator[worker_pb2.RunResponse]:
+        """Entries in, replies out, until the orchestrator ends the stream."""
+        outbox: asyncio.Queue[worker_pb2.Reply | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def sink(reply: worker_pb2.Reply) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens.
+                loop.call_soon_threadsafe(outbox.put_nowait, reply)
+
+        async def read() -> None:
+            async for request in request_iterator:
+                for entry in request.entries[:_MAX_BATCH]:
+                    self._worker.submit(entry, sink)
+            outbox.put_nowait(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (batch := await _next_batch(outbox)) is not None:
+                yield worker_pb2.RunResponse(replies=batch)
+        finally:
+            reader.cancel()
+            self._worker.abandon(sink)
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError):
+                await reader
+
+    async def Bulk(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.BulkRequest],
+        context: "Context[worker_pb2.BulkRequest, worker_pb2.BulkResponse]",
+    ) -> AsyncIterator[worker_pb2.BulkResponse]:
+        """One response for each piece, in order; the sender waits for it before the next."""
+        loop = asyncio.get_running_loop()
+        async for request in request_iterator:
+            answer: asyncio.Future[worker_pb2.BulkResponse] = loop.create_future()
+
+            def sink(
+                response: worker_pb2.BulkResponse,
+                answer: "asyncio.Future[worker_pb2.BulkResponse]" = answer,
+            ) -> None:
+                loop.call_soon_threadsafe(_resolve, answer, response)
+
+            self._worker.submit_bulk(request, sink)
+            yield await answer
+
+    async def Info(
+        self,
+        request: worker_pb2.InfoRequest,
+        context: "Context[worker_pb2.InfoRequest, worker_pb2.InfoResponse]",
+    ) -> worker_pb2.InfoResponse:
+        return self.info()
+
+    def info(self) -> worker_pb2.InfoResponse:
+        """What the worker is, now."""
+        loaded, limits, load = self.loaded, self._worker.limits, self._worker.load
+        return worker_pb2.InfoResponse(
+            model=loaded.name,
+            model_fingerprint=loaded.fingerprint,
+            tokenizer_fingerprint=loaded.tokenizer.fingerprint,
+            vocab_size=loaded.vocab_size,
+            context_length=limits.context_length,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            device=str(loaded.device),
+            incarnation=self._incarnation,
+            protocol_min=PROTOCOL_VERSION,
+            protocol_max=PROTOCOL_VERSION,
+            capabilities=self._capabilities,
+            kv_blocks_total=limits.num_blocks,
+            kv_blocks_free=load.blocks_free,
+            kv_block_tokens=self._worker.block_tokens,
+            sessions=load.sessions,
+            max_proposal_tokens=MAX_PROPOSAL_TOKENS,
+            eos_token_ids=loaded.eos_token_ids,
+            version=outrider.__version__,
+            draining=self._worker.draining,
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new sessions; return when no work is left or the time is over."""
+        self._worker.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._worker.load.queued and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+
+
+async def _next_batch(
+    outbox: "asyncio.Queue[worker_pb2.Reply | None]",
+) -> list[worker_pb2.Reply] | None:
+    """Everything that is ready, at least one reply; None at the end of the stream."""
+    item = await outbox.get()
+    batch = []
+    while item is not None:
+        batch.append(item)
+        if outbox.empty() or len(batch) == _MAX_BATCH:
+            return batch
+        item = outbox.get_nowait()
+    if batch:
+        outbox.put_nowait(None)
+    return batch or None
+
+
+def _resolve(answer: "asyncio.Future[T]", value: T) -> None:
+    if not answer.done():
+        answer.set_result(value)
+
+
+def chunks(data: bytes, size: int = 60 * 1024) -> list[bytes]:
+    """Pieces of `data` that keep their message under 64 KiB."""
+    return [data[i * size : (i + 1) * size] for i in range(math.ceil(len(data) / size))]

@@ -1,0 +1,158 @@
+"""The sessions that a worker knows: who owns them, and the tokens and KV it has of them."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from outrider.engine.sequence import Sequence
+from outrider.token_log import TokenLog
+from outrider.v1 import worker_pb2
+
+Key = tuple[str, int]
+"""Session id and completion index."""
+
+_MAX_CLOSED = 8192
+"""Epochs of closed sessions that are remembered, so that a former owner cannot revive them."""
+
+
+class Refusal(Exception):
+    """An entry is not carried out; nothing of it was applied."""
+
+    def __init__(
+        self, reason: "worker_pb2.RefusalReason", message: str, *, field: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field
+
+
+class TokensMissing(Exception):
+    """The worker's prefix does not reach the entry's base; it needs tokens from `start`."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__(f"tokens from {start} are missing")
+        self.start = start
+
+
+@dataclass(slots=True)
+class Session:
+    """One completion of a session: its owner's fence, and its sequence."""
+
+    epoch: int
+    owner_nonce: int
+    last_number: int = 0
+    sequence: Sequence = field(default_factory=Sequence)
+    works: int = 0
+    """Queued and running work; a session without any is idle."""
+
+
+class SessionTable:
+    """Sessions by key, least recently used first."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self.max_sessions = max_sessions
+        self._sessions: OrderedDict[Key, Session] = OrderedDict()
+        self._closed: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def idle(self) -> Iterator[tuple[Key, Session]]:
+        """Sessions without work, least recently used first."""
+        return (item for item in list(self._sessions.items()) if item[1].works == 0)
+
+    def open(self, header: worker_pb2.EntryHeader) -> Session:
+        """The session that an Open entry names, made or taken over by the entry's owner."""
+        key = key_of(header)
+        session = self._sessions.get(key)
+        known = (session.epoch, session.owner_nonce) if session else self._closed.get(key)
+        if known:
+            _check_owner(header, *known)
+        if session is None:
+            session = self._sessions[key] = Session(header.epoch, header.owner_nonce)
+            self._closed.pop(key, None)
+        elif header.epoch > session.epoch:
+            session.epoch, session.owner_nonce = header.epoch, header.owner_nonce
+            session.last_number = 0
+        self._number(session, header)
+        self._sessions.move_to_end(key)
+        return session
+
+    def get(self, header: worker_pb2.EntryHeader) -> Session:
+        """The open session that an entry names, if the entry's fence holds."""
+        session = self._sessions.get(key_of(header))
+        if session is None:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION, "no such session here; open it again"
+            )
+        _check_owner(header, session.epoch, session.owner_nonce)
+        if header.epoch > session.epoch:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION, "a new owner must open the session"
+            )
+        self._number(session, header)
+        self._sessions.move_to_end(key_of(header))
+        return session
+
+    def close(self, key: Key) -> Session | None:
+        """Forget a session but for its epoch."""
+        session = self._sessions.pop(key, None)
+        if session:
+            self._closed[key] = (session.epoch, session.owner_nonce)
+            while len(self._closed) > _MAX_CLOSED:
+                self._closed.popitem(last=False)
+        return session
+
+    def _number(self, session: Session, header: worker_pb2.EntryHeader) -> None:
+        if header.number <= session.last_number:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_STALE_NUMBER,
+                f"number {header.number} is not above {session.last_number}",
+                field="number",
+            )
+        session.last_number = header.number
+
+
+def key_of(header: worker_pb2.EntryHeader) -> Key:
+    return header.session_id, header.completion
+
+
+def _check_owner(header: worker_pb2.EntryHeader, epoch: int, owner_nonce: int) -> None:
+    if header.epoch < epoch:
+        raise Refusal(
+            worker_pb2.REFUSAL_REASON_STALE_EPOCH,
+            f"epoch {header.epoch} is over; the session is at {epoch}",
+            field="epoch",
+        )
+    if header.epoch == epoch and header.owner_nonce != owner_nonce:
+        raise Refusal(
+            worker_pb2.REFUSAL_REASON_NONCE_MISMATCH,
+            f"another owner holds epoch {epoch}",
+            field="owner_nonce",
+        )
+
+
+def advance_base(
+    log: TokenLog, header: worker_pb2.EntryHeader, delta: worker_pb2.TokenDelta
+) -> None:
+    """Bring the committed tokens to the entry's base, or raise TokensMissing and change nothing.
+
+    Only a prefix with the base's length and hash is ever taken for it.
+    """
+    if log.matches(header.base_len, header.base_hash):
+        log.cut(header.base_len)
+        return
+    given = delta.token_ids
+    if not given:
+        raise TokensMissing(len(log) if header.base_len > len(log) else 0)
+    if log.replace_tail(delta.start, list(given), header.base_len, header.base_hash):
+        return
+    if delta.start == 0:
+        raise Refusal(
+            worker_pb2.REFUSAL_REASON_INVALID_ARGUMENT,
+            "length and hash of the base are not those of the tokens given",
+            field="base_hash",
+        )
+    # Tokens that start behind ours leave a gap; any other mismatch means another prefix.
+    raise TokensMissing(len(log) if delta.start > len(log) else 0)

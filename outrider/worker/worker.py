@@ -1,0 +1,395 @@
+"""The worker: entries in, replies out, one thread that owns sessions, KV and model.
+
+Both tiers run this class. What differs, making a proposal or verifying one, is a `Tier`.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider.engine.engine import Engine
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.scheduler import Work
+from outrider.engine.sequence import Sequence
+from outrider.errors import InvalidArgument, OutriderError
+from outrider.types import GenerationSpec, WorkTiming
+from outrider.v1 import worker_pb2
+from outrider.wire import spec_from_proto
+from outrider.worker.sessions import (
+    Key,
+    Refusal,
+    Session,
+    SessionTable,
+    TokensMissing,
+    advance_base,
+    key_of,
+)
+
+logger = logging.getLogger(__name__)
+
+ReplySink = Callable[[worker_pb2.Reply], None]
+
+_IDLE_CHECK_S = 1.0
+
+
+class Tier(Protocol):
+    """What a tier does with a session's base. Called on the worker's thread only."""
+
+    def begin(self, entry: worker_pb2.Entry, sequence: Sequence, spec: GenerationSpec) -> Work:
+        """The work for an entry, its `context` the tier's own. Raises Refusal or
+        OutriderError when the entry is not for this tier or out of range."""
+
+    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply | None]:
+        """Look at logits [num_logits, vocab] of each work. A reply (without its header) ends
+        the work; None means that the tier has extended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What a worker takes on at most."""
+
+    num_blocks: int
+    max_rows: int = 512
+    max_sessions: int = 4096
+    max_queued: int = 4096
+    context_length: int = 8192
+    session_idle_s: float = 3600.0
+
+
+@dataclass(slots=True)
+class _Task:
+    """What the worker keeps about a work under way."""
+
+    entry: worker_pb2.Entry
+    session: Session
+    sink: ReplySink
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A snapshot for Info; may be a moment old."""
+
+    sessions: int
+    blocks_free: int
+    queued: int
+
+
+class Worker:
+    """`submit` and `call` may be used from any thread; the rest happens on the worker's own."""
+
+    def __init__(
+        self, runner: ModelRunner, tier: Tier, limits: WorkerLimits, *, vocab_size: int
+    ) -> None:
+        self.limits = limits
+        self.counters: Counter[str] = Counter()
+        self.draining = False
+        self._vocab_size = vocab_size
+        self._tier = tier
+        self._sessions = SessionTable(limits.max_sessions)
+        self._engine = Engine(
+            runner,
+            num_blocks=limits.num_blocks,
+            max_rows=limits.max_rows,
+            find_idle=self._idle_sequences,
+        )
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="outrider-worker", daemon=True)
+        self._queued = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the pass that is running."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def submit(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
+        """Hand in an entry; `sink` gets its one reply, on the worker's thread."""
+        self._inbox.put(lambda: self._handle(entry, sink))
+
+    def submit_bulk(
+        self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
+    ) -> None:
+        """Hand in a piece of a long prompt; `sink` gets the answer, on the worker's thread."""
+        self._inbox.put(lambda: self._handle_bulk(request, sink))
+
+    def abandon(self, sink: ReplySink) -> None:
+        """Drop the work whose replies would go to `sink`: its stream has ended."""
+        self._inbox.put(lambda: self._drop_work(lambda task: task.sink == sink))
+
+    @property
+    def block_tokens(self) -> int:
+        return self._engine.blocks.block_tokens
+
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(len(self._sessions), self._engine.blocks.num_free, self._queued)
+
+    # --- the worker's thread ------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        next_sweep = time.monotonic() + _IDLE_CHECK_S
+        while self._read_inbox(wait=not self._engine.scheduler.works):
+            if self._engine.scheduler.works:
+                self._drop_expired()
+                self._step()
+            if time.monotonic() >= next_sweep:
+                self._close_idle()
+                next_sweep = time.monotonic() + _IDLE_CHECK_S
+
+    def _read_inbox(self, *, wait: bool) -> bool:
+        """Handle what is there; False when the worker is to stop."""
+        try:
+            handle = self._inbox.get(block=wait, timeout=_IDLE_CHECK_S if wait else None)
+            while handle is not None:
+                handle()
+                handle = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _handle(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
+        reply: worker_pb2.Reply | None
+        try:
+            reply = self._carry_out(entry, sink)
+        except TokensMissing as missing:
+            reply = worker_pb2.Reply(need_tokens=self._need_tokens(missing))
+        except Exception as error:
+            reply = worker_pb2.Reply(refused=self._refused(error))
+        if reply is not None:
+            _send(entry.header, reply, sink)
+
+    def _handle_bulk(
+        self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
+    ) -> None:
+        response = worker_pb2.BulkResponse(header=_reply_header(request.header))
+        try:
+            session = self._sessions.get(request.header)
+            self._check_ids(request.delta)
+            advance_base(session.sequence.log, request.header, request.delta)
+            response.held.have_len = len(session.sequence.log)
+        except TokensMissing as missing:
+            response.need_tokens.CopyFrom(self._need_tokens(missing))
+        except Exception as error:
+            response.refused.CopyFrom(self._refused(error))
+        sink(response)
+
+    def _carry_out(self, entry: worker_pb2.Entry, sink: ReplySink) -> worker_pb2.Reply | None:
+        op = entry.WhichOneof("op")
+        if op == "cancel":
+            self._cancel(entry.header, entry.cancel.through_number)
+            return None
+        if op == "close":
+            return self._close(entry.header)
+        if op == "open":
+            return self._open(entry)
+        if op is None:
+            raise InvalidArgument("an entry must say what to do", field="op")
+        self._begin(entry, sink)
+        return None
+
+    def _open(self, entry: worker_pb2.Entry) -> worker_pb2.Reply:
+        spec = spec_from_proto(entry.open.spec, vocab_size=self._vocab_size)
+        self._make_room()
+        session = self._sessions.open(entry.header)
+        self._drop_work(
+            lambda task: task.session is session and task.entry.header.epoch < session.epoch
+        )
+        session.sequence.spec = spec
+        held = len(session.sequence.log)
+        return worker_pb2.Reply(opened=worker_pb2.Opened(have_len=held))
+
+    def _make_room(self) -> None:
+        if len(self._sessions) < self.limits.max_sessions:
+            return
+        for key, _ in self._sessions.idle():
+            self._forget(key)
+            self.counters["sessions_evicted"] += 1
+            return
+        raise Refusal(
+            worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED,
+            f"{self.limits.max_sessions} sessions are busy; retry later",
+        )
+
+    def _begin(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
+        header = entry.header
+        session = self._sessions.get(header)
+        sequence = session.sequence
+        spec = sequence.spec
+        if spec is None:
+            raise Refusal(worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION, "the session is not open")
+        if self._queued >= self.limits.max_queued:
+            raise Refusal(worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED, "the queue is full")
+        if session.works:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_INVALID_ARGUMENT,
+                "an earlier entry of the session is still under way; cancel it first",
+            )
+        if header.base_len >= self.limits.context_length:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_CONTEXT_EXCEEDED,
+                f"a base of {header.base_len} tokens leaves no room in a context of "
+                f"{self.limits.context_length}",
+                field="base_len",
+            )
+        delta = entry.verify.delta if entry.HasField("verify") else entry.propose.delta
+        self._check_ids(delta)
+        advance_base(sequence.log, header, delta)
+        work = self._tier.begin(entry, sequence, spec)
+        if work.reserve > self._engine.capacity_tokens:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED,
+                f"{work.reserve} tokens do not fit into KV for {self._engine.capacity_tokens}",
+            )
+        work.owner = _Task(entry, session, sink)
+        session.works += 1
+        self._queued += 1
+        self._engine.scheduler.submit(work)
+
+    def _check_ids(self, delta: worker_pb2.TokenDelta) -> None:
+        worst = max(delta.token_ids, default=0)
+        if worst >= self._vocab_size:
+            raise InvalidArgument(
+                f"token id {worst} is not below the vocabulary's {self._vocab_size}",
+                field="delta.token_ids",
+            )
+
+    def _step(self) -> None:
+        result = self._engine.step()
+        for work, error in result.failed:
+            self._finish(work, worker_pb2.Reply(refused=self._refused(error)))
+        if not result.ready:
+            return
+        replies: list[worker_pb2.Reply | None]
+        try:
+            replies = self._tier.advance(result.ready)
+        except Exception as error:
+            replies = [worker_pb2.Reply(refused=self._refused(error)) for _ in result.ready]
+        for (work, _), reply in zip(result.ready, replies, strict=True):
+            if reply is not None:
+                self._finish(work, reply)
+
+    def _finish(self, work: Work, reply: worker_pb2.Reply) -> None:
+        self._engine.scheduler.finish(work)
+        self._account(work.owner)
+        _send(work.owner.entry.header, reply, work.owner.sink)
+
+    def _account(self, task: _Task) -> None:
+        task.session.works -= 1
+        task.session.sequence.last_used = time.monotonic()
+        self._queued -= 1
+
+    def _drop_work(
+        self,
+        is_dead: Callable[[_Task], bool],
+        reason: "worker_pb2.RefusalReason" = worker_pb2.REFUSAL_REASON_CANCELLED,
+    ) -> None:
+        for work in self._engine.scheduler.drop(lambda work: is_dead(work.owner)):
+            self._account(work.owner)
+            refused = self._refused(Refusal(reason, "dropped before it was done"))
+            _send(work.owner.entry.header, worker_pb2.Reply(refused=refused), work.owner.sink)
+
+    def _drop_expired(self) -> None:
+        now = time.monotonic()
+        late = {id(w.owner) for w in self._engine.scheduler.works if w.deadline <= now}
+        if late:
+            self._drop_work(
+                lambda task: id(task) in late, worker_pb2.REFUSAL_REASON_DEADLINE_EXCEEDED
+            )
+
+    def _cancel(self, header: worker_pb2.EntryHeader, through_number: int) -> None:
+        session = self._sessions.get(header)
+        self.counters["cancelled"] += 1
+        self._drop_work(
+            lambda task: task.session is session and task.entry.header.number <= through_number
+        )
+
+    def _close(self, header: worker_pb2.EntryHeader) -> worker_pb2.Reply:
+        try:
+            session = self._sessions.get(header)
+        except Refusal as refusal:
+            if refusal.reason != worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION:
+                raise
+        else:
+            self._drop_work(lambda task: task.session is session)
+            self._forget(key_of(header))
+        return worker_pb2.Reply(closed=worker_pb2.Closed())
+
+    def _forget(self, key: Key) -> None:
+        session = self._sessions.close(key)
+        if session:
+            self._engine.scheduler.release(session.sequence)
+
+    def _close_idle(self) -> None:
+        limit = time.monotonic() - self.limits.session_idle_s
+        for key, session in self._sessions.idle():
+            if session.sequence.last_used > limit:
+                return
+            self._forget(key)
+            self.counters["sessions_expired"] += 1
+
+    def _idle_sequences(self) -> Iterator[Sequence]:
+        for _, session in self._sessions.idle():
+            if session.sequence.blocks:
+                self.counters["kv_evicted"] += 1
+                yield session.sequence
+
+    def _need_tokens(self, missing: TokensMissing) -> worker_pb2.NeedTokens:
+        self.counters["need_tokens"] += 1
+        return worker_pb2.NeedTokens(**{"from": missing.start})
+
+    def _refused(self, error: Exception) -> worker_pb2.Refused:
+        """Why an entry was not carried out, counted; faults of ours are logged as well."""
+        reason, message, field = worker_pb2.REFUSAL_REASON_INTERNAL, str(error), ""
+        if isinstance(error, Refusal):
+            reason, message, field = error.reason, error.message, error.field
+        elif isinstance(error, OutriderError):
+            reason = worker_pb2.REFUSAL_REASON_INVALID_ARGUMENT
+            message, field = error.message, error.field
+        else:
+            logger.error("an entry failed", exc_info=error)
+        name = worker_pb2.RefusalReason.Name(reason).removeprefix("REFUSAL_REASON_").lower()
+        self.counters[f"refused_{name}"] += 1
+        return worker_pb2.Refused(reason=reason, message=message[:1024], field=field)
+
+
+def timing_of(work: Work) -> WorkTiming:
+    """Where the time of a work went, as of now."""
+    now = time.monotonic()
+    started = work.started or now
+    return WorkTiming(
+        queue_us=int((started - work.arrived) * 1e6),
+        compute_us=int((now - started) * 1e6),
+        batch_rows=work.batch_rows,
+    )
+
+
+def deadline_of(header: worker_pb2.EntryHeader) -> float:
+    """The entry's deadline on this machine's monotonic clock; one is always there."""
+    if header.timeout_ms < 1:
+        raise InvalidArgument("must be at least 1", field="timeout_ms")
+    return time.monotonic() + header.timeout_ms / 1000
+
+
+def _reply_header(header: worker_pb2.EntryHeader) -> worker_pb2.ReplyHeader:
+    return worker_pb2.ReplyHeader(
+        session_id=header.session_id,
+        completion=header.completion,
+        epoch=header.epoch,
+        number=header.number,
+        owner_nonce=header.owner_nonce,
+    )
+
+
+def _send(header: worker_pb2.EntryHeader, reply: worker_pb2.Reply, sink: ReplySink) -> None:
+    reply.header.CopyFrom(_reply_header(header))
+    sink(reply)
