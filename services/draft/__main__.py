@@ -1,0 +1,12 @@
+"""`python -m services.draft`; --help tells the settings."""
+
+import os
+
+if __name__ == "__main__":
+    # An OpenMP thread that waits for its next parallel region spins, by default for milliseconds,
+    # right when the other tier wants the core. libgomp reads this when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+    from services.draft.service import main
+
+    main()

@@ -1,0 +1,36 @@
+"""The draft service: a worker that proposes."""
+
+from outrider.engine.loading import LoadedModel
+from outrider.rpc.server import Server, run_service
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.worker.service import WorkerConfig, serve_worker
+from outrider.worker.servicer import WorkerServicer
+from services.draft.drafter import Drafter
+
+CAPABILITIES = ("chain", "bulk", "greedy", "coupled", "rejection", "min_tokens")
+
+
+def _make_tier(loaded: LoadedModel, context_length: int) -> Drafter:
+    return Drafter(context_length=context_length)
+
+
+def _add_servicer(server: Server, servicer: WorkerServicer) -> None:
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        servicer, server.grpc
+    )
+
+
+async def serve(config: WorkerConfig) -> None:
+    await serve_worker(
+        config,
+        tier_name="draft",
+        service_name=draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
+        make_tier=_make_tier,
+        make_servicer=WorkerServicer,
+        add_servicer=_add_servicer,
+        capabilities=CAPABILITIES,
+    )
+
+
+def main() -> None:
+    run_service(WorkerConfig, serve, name="draft")

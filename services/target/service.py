@@ -1,0 +1,50 @@
+"""The target service: a worker that verifies, and the tokenizer for orchestrators."""
+
+from collections.abc import AsyncIterator
+
+from outrider.engine.loading import LoadedModel
+from outrider.rpc.server import Server, run_service
+from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.worker.service import WorkerConfig, serve_worker
+from outrider.worker.servicer import Context, WorkerServicer, chunks
+from services.target.verifier import Verifier
+
+CAPABILITIES = ("chain", "bulk", "greedy", "coupled", "rejection", "logprobs", "min_tokens")
+
+
+class TargetServicer(WorkerServicer):
+    """The worker protocol, and GetTokenizer."""
+
+    async def GetTokenizer(
+        self,
+        request: target_pb2.GetTokenizerRequest,
+        context: "Context[target_pb2.GetTokenizerRequest, target_pb2.GetTokenizerResponse]",
+    ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
+        for data in chunks(self.loaded.tokenizer.to_json()):
+            yield target_pb2.GetTokenizerResponse(data=data)
+
+
+def _make_tier(loaded: LoadedModel, context_length: int) -> Verifier:
+    return Verifier(vocab_size=loaded.vocab_size, context_length=context_length)
+
+
+def _add_servicer(server: Server, servicer: WorkerServicer) -> None:
+    target_pb2_grpc.add_TargetServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        servicer, server.grpc
+    )
+
+
+async def serve(config: WorkerConfig) -> None:
+    await serve_worker(
+        config,
+        tier_name="target",
+        service_name=target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
+        make_tier=_make_tier,
+        make_servicer=TargetServicer,
+        add_servicer=_add_servicer,
+        capabilities=CAPABILITIES,
+    )
+
+
+def main() -> None:
+    run_service(WorkerConfig, serve, name="target")
