@@ -1,0 +1,58 @@
+"""What the orchestrator can be told."""
+
+from dataclasses import dataclass
+
+from outrider.config import setting
+from outrider.errors import InvalidArgument
+from outrider.rpc.channel import ChannelSecurity
+from outrider.rpc.server import ServerConfig
+from outrider.types import MAX_SPECULATIVE_TOKENS
+from services.orchestrator.proposers import PROPOSER_NAMES
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig(ServerConfig):
+    """Settings of the orchestrator; see `ServerConfig` for those of its server."""
+
+    targets: tuple[str, ...] = setting((), help="address of a target worker")
+    drafts: tuple[str, ...] = setting((), help="address of a draft worker")
+    store_url: str = setting(
+        "redis://127.0.0.1:6379", help="session store: redis://, rediss:// or unix://", secret=True
+    )
+    store_ca: str = setting("", help="PEM CA of the store's certificate")
+    store_cert: str = setting("", help="PEM client certificate for the store")
+    store_key: str = setting("", help="PEM key of that certificate")
+    store_timeout_s: float = setting(2.0, help="seconds that one store operation may take")
+    worker_ca: str = setting("", help="PEM CA of the workers' certificates; switches TLS on")
+    worker_cert: str = setting("", help="PEM client certificate for the workers (mTLS)")
+    worker_key: str = setting("", help="PEM key of that certificate")
+    worker_token_file: str = setting("", help="file with the bearer token for the workers")
+    num_speculative_tokens: int = setting(4, help="guesses per round unless a request says")
+    proposer: str = setting("draft", help="what guesses by default", choices=PROPOSER_NAMES)
+    draft_timeout_s: float = setting(
+        2.0, help="seconds a proposal may take before the round goes on without"
+    )
+    target_wait_s: float = setting(10.0, help="seconds to wait for a target that went away")
+    start_timeout_s: float = setting(120.0, help="seconds to wait for targets at start")
+    draft_start_timeout_s: float = setting(15.0, help="seconds to wait for drafts at start")
+    max_generations: int = setting(1024, help="generations at once; more are refused")
+    max_request_s: float = setting(3600.0, help="longest deadline of a request, and the default")
+    session_ttl_s: float = setting(3600.0, help="seconds that a kept session lives unused")
+    session_linger_s: float = setting(60.0, help="seconds that other sessions outlive their end")
+    lease_s: float = setting(30.0, help="seconds after which a silent owner loses a session")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise InvalidArgument(
+                f"{self.num_speculative_tokens} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
+                field="num_speculative_tokens",
+            )
+
+    @property
+    def worker_security(self) -> ChannelSecurity:
+        return ChannelSecurity(
+            ca_file=self.worker_ca,
+            cert_file=self.worker_cert,
+            key_file=self.worker_key,
+            token_file=self.worker_token_file,
+        )

@@ -1,0 +1,311 @@
+"""One generation from its request to its last response: decoding, committing, sending.
+
+Two things run side by side. `_decode` goes through the rounds and never waits for the store;
+`responses` commits what came out and yields it once it is durable.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import outrider
+from outrider.errors import InternalError, OutriderError
+from outrider.token_log import TokenLog
+from outrider.types import Fence, FinishReason, GenerationSpec, SpeculationStats
+from outrider.v1 import generation_pb2
+from outrider.wire import (
+    logprobs_to_proto,
+    reason_to_proto,
+    sources_to_proto,
+    stats_to_proto,
+)
+from services.orchestrator.controller import FixedLength
+from services.orchestrator.decoder import Decoder, Piece, RoundTimes
+from services.orchestrator.links import WorkerLink
+from services.orchestrator.models import ModelRegistry, ServedModel
+from services.orchestrator.proposers import NGRAM, DraftModel, NgramLookup, Proposer
+from services.orchestrator.remote import RemoteSession, Routing
+from services.orchestrator.requests import GenerationPlan
+from services.orchestrator.stopping import OutputStream
+from services.orchestrator.store import SessionStore
+from services.orchestrator.store_commit import CommitQueue
+from services.orchestrator.store_values import GenerationRecord
+
+logger = logging.getLogger(__name__)
+
+_MAX_PIECES_AHEAD = 64
+"""Rounds that decoding may be ahead of a client that reads slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a generation needs of its orchestrator."""
+
+    store: SessionStore
+    registry: ModelRegistry
+    lease_s: float
+    draft_timeout_s: float
+    target_wait_s: float
+
+
+class Generation:
+    """Iterate `responses` once, then call `end`, whatever happened."""
+
+    def __init__(
+        self,
+        plan: GenerationPlan,
+        model: ServedModel,
+        fence: Fence,
+        log: TokenLog,
+        routing: Routing,
+        surroundings: Surroundings,
+        *,
+        arrived: float,
+        deadline: float,
+    ) -> None:
+        self._plan = plan
+        self._model = model
+        self._fence = fence
+        self._log = log
+        self._routing = routing
+        self._around = surroundings
+        self._arrived = arrived
+        self._deadline = deadline
+        self._start_len = len(log)
+        self._start_hash = log.prefix_hash(len(log))
+        log.append(plan.prompt_ids)
+        self._remotes: list[RemoteSession] = []
+        self._output = OutputStream(model.tokenizer, plan.rules, prompt_len=plan.prompt_len)
+        self._proposer = self._make_proposer()
+        self._decoder = Decoder(
+            log=log,
+            output=self._output,
+            controller=FixedLength(plan.num_speculative_tokens),
+            proposer=self._proposer,
+            find_target=self._find_target,
+            wait_for_target=self._wait_for_target,
+            deadline=deadline,
+            context_length=model.context_length,
+            with_logprobs=plan.logprobs is not None,
+        )
+        self._commits: CommitQueue | None = None
+        self._finished: FinishReason | None = None
+        self._first_token_us = 0
+        self._stats = SpeculationStats()
+        self._times = RoundTimes()
+
+    async def responses(self) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """What the client gets, each response once its tokens are in the store."""
+        pieces: asyncio.Queue[Piece | OutriderError] = asyncio.Queue(_MAX_PIECES_AHEAD)
+        tasks = [
+            asyncio.create_task(self._decode(pieces), name="decode"),
+            asyncio.create_task(self._renew(), name="renew-lease"),
+        ]
+        try:
+            commits = await self._begin()
+            offset = 0
+            while self._finished is None:
+                piece = await pieces.get()
+                if isinstance(piece, OutriderError):
+                    raise piece
+                commits.append(piece.released.token_ids)
+                await commits.wait_durable(commits.verified_len)
+                self._account(piece)
+                if piece.released.finish_reason is not None:
+                    await self._finish(piece.released.finish_reason)
+                yield self._response(piece, offset)
+                offset += len(piece.released.token_ids)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def end(self) -> None:
+        """Free everything: on the workers, and in the store what is not to be kept."""
+        for remote in self._remotes:
+            if self._finished is None:
+                remote.cancel()
+            if self._finished is None or not self._plan.keep:
+                remote.close()
+            remote.link.active -= 1
+        if self._commits:
+            await self._commits.close()
+        if self._finished is None:
+            with contextlib.suppress(OutriderError):
+                await self._abandon()
+        if not self._plan.keep:
+            self._around.registry.forget(self._plan.session_id)
+        self._log_end()
+
+    async def _decode(self, pieces: "asyncio.Queue[Piece | OutriderError]") -> None:
+        try:
+            async for piece in self._decoder.pieces():
+                await pieces.put(piece)
+        except OutriderError as error:
+            await pieces.put(error)
+        except Exception as error:
+            logger.exception("decoding failed")
+            await pieces.put(InternalError(f"decoding failed: {type(error).__name__}"))
+
+    async def _begin(self) -> CommitQueue:
+        plan, log = self._plan, self._log
+        prefix_hash = log.prefix_hash(plan.prompt_len)
+        await self._around.store.begin(
+            self._fence,
+            from_len=self._start_len,
+            from_hash=self._start_hash,
+            token_ids=plan.prompt_ids,
+            new_hash=prefix_hash,
+            generation=GenerationRecord(
+                request_id=plan.request_id,
+                start=self._start_len,
+                prompt_end=plan.prompt_len,
+                sampling=plan.sampling,
+                mode=plan.mode,
+                max_tokens=plan.rules.max_tokens,
+                min_tokens=plan.rules.min_tokens,
+                stop_ids=tuple(sorted(plan.rules.stop_token_ids)),
+                stop_strings=plan.rules.stop_strings,
+                ignore_eos=plan.rules.ignore_eos,
+                logprobs=plan.logprobs,
+                engine_versions={
+                    "outrider": outrider.__version__,
+                    "target": self._model.info.version,
+                    "model": self._model.info.model_fingerprint,
+                },
+            ),
+        )
+        self._commits = CommitQueue(
+            self._around.store, self._fence, durable_len=plan.prompt_len, prefix_hash=prefix_hash
+        )
+        return self._commits
+
+    async def _renew(self) -> None:
+        """Keep the lease while no commit does, during a long prefill say."""
+        while True:
+            await asyncio.sleep(self._around.lease_s / 3)
+            with contextlib.suppress(OutriderError):
+                await self._around.store.renew(self._fence)
+
+    async def _finish(self, reason: FinishReason) -> None:
+        await self._around.store.finish(self._fence, finish_reason=reason, keep=self._plan.keep)
+        self._finished = reason
+
+    async def _abandon(self) -> None:
+        """The generation was cut off: a session that is kept stays as far as it is durable."""
+        if self._plan.keep or self._plan.continues:
+            await self._around.store.finish(self._fence, finish_reason=None, keep=True)
+        else:
+            await self._around.store.delete(self._fence)
+
+    def _make_proposer(self) -> Proposer | None:
+        plan = self._plan
+        if plan.num_speculative_tokens == 0:
+            return None
+        if plan.proposer == NGRAM:
+            return NgramLookup(self._log)
+        link = self._around.registry.pick_draft(self._model, plan.session_id)
+        if link is None or link.info is None:
+            return None
+        # A draft's vocabulary may end before the target's padding does.
+        vocab_size = link.info.vocab_size
+        fitting = tuple(i for i in plan.spec.stop_ids if i < vocab_size)
+        remote = self._remote(link, replace(plan.spec, stop_ids=fitting, logprobs=None))
+        return DraftModel(
+            remote,
+            vocab_size=self._model.vocab_size,
+            timeout_s=self._around.draft_timeout_s,
+        )
+
+    def _find_target(self) -> RemoteSession:
+        link = self._around.registry.pick_target(self._model, self._plan.session_id)
+        return self._remote(link, self._plan.spec)
+
+    async def _wait_for_target(self) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = min(self._around.target_wait_s, self._deadline - time.monotonic())
+        await self._around.registry.wait_for_target(
+            self._model, self._plan.session_id, loop.time() + wait_s
+        )
+
+    def _remote(self, link: WorkerLink, spec: GenerationSpec) -> RemoteSession:
+        remote = RemoteSession(link, self._fence, spec, self._routing, self._log)
+        link.active += 1
+        self._remotes.append(remote)
+        return remote
+
+    def _account(self, piece: Piece) -> None:
+        if not self._first_token_us:
+            self._first_token_us = self._elapsed_us()
+        self._stats += piece.stats
+        self._times += piece.times
+
+    def _response(self, piece: Piece, offset: int) -> generation_pb2.GenerateResponse:
+        released = piece.released
+        response = generation_pb2.GenerateResponse(
+            session_id=self._plan.session_id,
+            offset=offset,
+            token_ids=released.token_ids,
+            token_sources=sources_to_proto(released.sources),
+            text=released.text,
+            text_segments=[
+                generation_pb2.TextSegment(length=length, source=source)
+                for (length, _), source in zip(
+                    released.segments,
+                    sources_to_proto(source for _, source in released.segments),
+                    strict=True,
+                )
+            ],
+            logprobs=logprobs_to_proto(released.logprobs),
+            durable=True,
+            seed=self._plan.sampling.seed,
+            speculation=stats_to_proto(piece.stats),
+            cut_text=released.cut_text,
+            matched_stop=released.matched_stop,
+        )
+        if released.finish_reason is not None:
+            response.finish_reason = reason_to_proto(released.finish_reason)
+            response.usage.CopyFrom(self._usage())
+        return response
+
+    def _usage(self) -> generation_pb2.Usage:
+        target = self._decoder.target
+        return generation_pb2.Usage(
+            prompt_tokens=self._plan.prompt_len,
+            cached_prompt_tokens=target.reused if target else 0,
+            completion_tokens=self._output.num_released,
+            speculation=stats_to_proto(self._stats),
+            time=generation_pb2.TimeStats(
+                draft_us=self._times.draft_us,
+                verify_us=self._times.verify_us,
+                draft_compute_us=self._times.draft_compute_us,
+                verify_compute_us=self._times.verify_compute_us,
+                first_token_us=self._first_token_us,
+                total_us=self._elapsed_us(),
+            ),
+        )
+
+    def _elapsed_us(self) -> int:
+        return int((time.monotonic() - self._arrived) * 1e6)
+
+    def _log_end(self) -> None:
+        logger.info(
+            "generation ended",
+            extra={
+                "request_id": self._plan.request_id,
+                "session_id": self._plan.session_id,
+                "tenant": self._routing.tenant,
+                "traceparent": self._routing.traceparent,
+                "prompt_tokens": self._plan.prompt_len,
+                "completion_tokens": self._output.num_released,
+                "finish_reason": self._finished.value if self._finished else "cut off",
+                "rounds": self._stats.rounds,
+                "proposed": self._stats.proposed,
+                "accepted": self._stats.accepted,
+                "fallback_rounds": self._stats.fallback_rounds,
+                "seconds": round(time.monotonic() - self._arrived, 3),
+            },
+        )

@@ -1,0 +1,236 @@
+"""Connections to workers: one stream each, shared by all sessions, mended when it breaks."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from outrider.errors import FailedPrecondition, OutriderError, Unavailable
+from outrider.rpc.channel import ChannelSecurity, open_channel
+from outrider.rpc.status import error_from_rpc
+from outrider.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+KNOWN_CAPABILITIES = frozenset(
+    {"chain", "tree", "bulk", "greedy", "coupled", "rejection", "logprobs", "min_tokens"}
+)
+_MAX_BATCH = 256
+_INFO_TIMEOUT_S = 5.0
+_RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+ReplyKey = tuple[str, int, int, int]
+"""Session id, completion, epoch, number."""
+
+
+class WorkerStub(Protocol):
+    """What both services offer."""
+
+    Run: Any
+    Bulk: Any
+    Info: Any
+
+
+def key_of(header: worker_pb2.EntryHeader | worker_pb2.ReplyHeader) -> ReplyKey:
+    return header.session_id, header.completion, header.epoch, header.number
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """What went by on a link."""
+
+    entries: int = 0
+    replies: int = 0
+    late_replies: int = 0
+    reconnects: int = 0
+
+
+class WorkerLink:
+    """A worker at an address. `send` needs `info`, which is None while the worker is away.
+
+    Replies are matched by session, completion, epoch and number; what nobody waits for any more
+    is dropped and counted.
+    """
+
+    def __init__(self, address: str, tier: str, security: ChannelSecurity) -> None:
+        self.address = address
+        self.tier = tier
+        self.info: worker_pb2.InfoResponse | None = None
+        self.refused: OutriderError | None = None
+        self.counters = LinkCounters()
+        self.active = 0
+        """Generations that use the link now."""
+        self._channel = open_channel(address, security)
+        self._stub: WorkerStub = (
+            draft_pb2_grpc.DraftServiceStub(self._channel)  # type: ignore[no-untyped-call]
+            if tier == "draft"
+            else target_pb2_grpc.TargetServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        )
+        self._waiting: dict[ReplyKey, asyncio.Future[worker_pb2.Reply]] = {}
+        self._outbox: asyncio.Queue[worker_pb2.Entry] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def up(self) -> bool:
+        return self.info is not None
+
+    def start(self) -> None:
+        """Connect, and reconnect for ever; `wait_up` tells when."""
+        self._task = asyncio.create_task(self._maintain(), name=f"link-{self.address}")
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._channel.close()
+
+    async def wait_up(self, timeout_s: float) -> None:
+        """Until the worker answers; Unavailable after the timeout, or why it was refused."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.up:
+                    if self.refused:
+                        raise self.refused
+                    await self._changed.wait()
+        except TimeoutError:
+            raise Unavailable(f"the {self.tier} at {self.address} does not answer") from None
+
+    def post(self, entry: worker_pb2.Entry) -> None:
+        """Send without waiting for a reply."""
+        if self.up:
+            self.counters.entries += 1
+            self._outbox.put_nowait(entry)
+
+    async def send(self, entry: worker_pb2.Entry, timeout_s: float) -> worker_pb2.Reply:
+        """Send and wait for the reply. Raises Unavailable (link broken), TimeoutError."""
+        if not self.up:
+            raise Unavailable(f"the {self.tier} at {self.address} is away")
+        key = key_of(entry.header)
+        future: asyncio.Future[worker_pb2.Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
+        self.counters.entries += 1
+        self._outbox.put_nowait(entry)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        finally:
+            self._waiting.pop(key, None)
+
+    async def send_bulk(
+        self, requests: list[worker_pb2.BulkRequest], timeout_s: float
+    ) -> worker_pb2.BulkResponse:
+        """Send pieces one after the other; the last answer, or the first that is not `held`."""
+        try:
+            call = self._stub.Bulk(timeout=timeout_s)
+            answer = worker_pb2.BulkResponse()
+            for request in requests:
+                await call.write(request)
+                answer = await call.read()
+                if not isinstance(answer, worker_pb2.BulkResponse):
+                    raise Unavailable(f"the {self.tier} at {self.address} ended the bulk stream")
+                if not answer.HasField("held"):
+                    break
+            await call.done_writing()
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return answer
+
+    async def fetch_tokenizer(self, timeout_s: float) -> bytes:
+        """The target's tokenizer as JSON."""
+        stub: Any = self._stub
+        try:
+            parts = [
+                part.data
+                async for part in stub.GetTokenizer(
+                    target_pb2.GetTokenizerRequest(), timeout=timeout_s
+                )
+            ]
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return b"".join(parts)
+
+    async def _maintain(self) -> None:
+        attempt = 0
+        while True:
+            try:
+                info = await self._stub.Info(worker_pb2.InfoRequest(), timeout=_INFO_TIMEOUT_S)
+                check_protocol(info, self.address)
+                attempt = 0
+                await self._run_stream(info)
+            except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                    self.refused = error_from_rpc(error)
+                logger.debug("link %s: %s", self.address, error.details())
+            except OutriderError as error:
+                self.refused = error
+                logger.error("worker refused", extra={"address": self.address, "why": str(error)})
+            self._set_info(None)
+            await asyncio.sleep(_RECONNECT_S[min(attempt, len(_RECONNECT_S) - 1)])
+            attempt += 1
+
+    async def _run_stream(self, info: worker_pb2.InfoResponse) -> None:
+        self._outbox = asyncio.Queue()
+        call = self._stub.Run(self._batches(self._outbox))
+        self.refused = None
+        self._set_info(info)
+        logger.info("worker up", extra={"tier": self.tier, "address": self.address})
+        try:
+            async for response in call:
+                for reply in response.replies:
+                    self._deliver(reply)
+        finally:
+            call.cancel()
+            self._set_info(None)
+            self.counters.reconnects += 1
+            for future in list(self._waiting.values()):
+                if not future.done():
+                    future.set_exception(
+                        Unavailable(f"the {self.tier} at {self.address} went away")
+                    )
+
+    def _deliver(self, reply: worker_pb2.Reply) -> None:
+        self.counters.replies += 1
+        future = self._waiting.get(key_of(reply.header))
+        if future is None or future.done():
+            self.counters.late_replies += 1
+        else:
+            future.set_result(reply)
+
+    @staticmethod
+    async def _batches(
+        outbox: "asyncio.Queue[worker_pb2.Entry]",
+    ) -> AsyncIterator[worker_pb2.RunRequest]:
+        while True:
+            batch = [await outbox.get()]
+            while not outbox.empty() and len(batch) < _MAX_BATCH:
+                batch.append(outbox.get_nowait())
+            yield worker_pb2.RunRequest(entries=batch)
+
+    def _set_info(self, info: worker_pb2.InfoResponse | None) -> None:
+        if self.info is not None and info is None:
+            logger.warning("worker away", extra={"tier": self.tier, "address": self.address})
+        self.info = info
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def check_protocol(info: worker_pb2.InfoResponse, address: str) -> None:
+    """Refuse a worker that speaks another protocol or asks for what is not known here."""
+    if not info.protocol_min <= PROTOCOL_VERSION <= info.protocol_max:
+        raise FailedPrecondition(
+            f"{address} speaks protocol {info.protocol_min} to {info.protocol_max}, this "
+            f"orchestrator {PROTOCOL_VERSION}"
+        )
+    unknown = set(info.required_capabilities) - KNOWN_CAPABILITIES
+    if unknown:
+        raise FailedPrecondition(
+            f"{address} requires capabilities unknown here: {', '.join(sorted(unknown))}"
+        )

@@ -1,0 +1,210 @@
+"""One session on one worker: opened when needed, given the tokens it lacks, fenced throughout."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from outrider import errors
+from outrider.token_log import TokenLog
+from outrider.types import Fence, GenerationSpec
+from outrider.v1 import worker_pb2
+from outrider.wire import spec_to_proto
+from services.orchestrator.links import WorkerLink
+
+INLINE_TOKENS = 4096
+"""Missing tokens up to this many travel in the entry itself, more on the bulk stream."""
+
+_BULK_TOKENS = 12_000
+"""Tokens of one bulk message: at most 5 bytes each keeps it under 64 KiB."""
+
+_MAX_ATTEMPTS = 4
+
+_REFUSALS: dict[int, type[errors.OutriderError]] = {
+    worker_pb2.REFUSAL_REASON_STALE_EPOCH: errors.Fenced,
+    worker_pb2.REFUSAL_REASON_NONCE_MISMATCH: errors.Fenced,
+    worker_pb2.REFUSAL_REASON_STALE_NUMBER: errors.Fenced,
+    worker_pb2.REFUSAL_REASON_INVALID_ARGUMENT: errors.InvalidArgument,
+    worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED: errors.ResourceExhausted,
+    worker_pb2.REFUSAL_REASON_DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    worker_pb2.REFUSAL_REASON_CANCELLED: errors.Cancelled,
+    worker_pb2.REFUSAL_REASON_DRAINING: errors.Unavailable,
+    worker_pb2.REFUSAL_REASON_CONTEXT_EXCEEDED: errors.FailedPrecondition,
+    worker_pb2.REFUSAL_REASON_UNSUPPORTED: errors.Unsupported,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What every entry of a generation says about where it comes from and goes to."""
+
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str = ""
+    traceparent: str = ""
+
+
+class RemoteSession:
+    """A session's presence on one worker. One call at a time; `log` is the orchestrator's."""
+
+    def __init__(
+        self, link: WorkerLink, fence: Fence, spec: GenerationSpec, routing: Routing, log: TokenLog
+    ) -> None:
+        self.link = link
+        self._fence = fence
+        self._spec = spec
+        self._routing = routing
+        self._log = log
+        self._number = 0
+        self._incarnation = 0
+        self._held = 0
+        """Tokens of the log that the worker is thought to hold; it says so when it does not."""
+        self.reused = 0
+        """Tokens that it held when the session was opened for this generation."""
+
+    async def call(
+        self, set_op: Callable[[worker_pb2.Entry, worker_pb2.TokenDelta], None], deadline: float
+    ) -> worker_pb2.Reply:
+        """Carry out an entry on the whole log; `set_op` fills in its op, the delta included.
+
+        `deadline` is on the monotonic clock. Raises the OutriderError that a refusal stands
+        for, Unavailable when the worker goes away, DeadlineExceeded.
+        """
+        for _ in range(_MAX_ATTEMPTS):
+            if not await self._ensure_open(deadline):
+                continue
+            reply = await self._attempt(set_op, deadline)
+            if reply is not None:
+                self._held = len(self._log)
+                return reply
+        raise errors.Unavailable(f"the {self.link.tier} keeps losing the session")
+
+    def cancel(self) -> None:
+        """Drop whatever is under way there."""
+        if self._is_open:
+            entry = self._entry(timeout_s=10.0)
+            entry.cancel.through_number = entry.header.number - 1
+            self.link.post(entry)
+
+    def close(self) -> None:
+        """Free the session's KV there."""
+        if self._is_open:
+            entry = self._entry(timeout_s=10.0)
+            entry.close.SetInParent()
+            self.link.post(entry)
+            self._incarnation = 0
+
+    @property
+    def _is_open(self) -> bool:
+        info = self.link.info
+        return info is not None and self._incarnation == info.incarnation
+
+    async def _ensure_open(self, deadline: float) -> bool:
+        """Open the session there unless it is; False if the worker has just changed."""
+        if self._is_open:
+            return True
+        info = self.link.info
+        if info is None:
+            raise errors.Unavailable(f"the {self.link.tier} at {self.link.address} is away")
+        entry = self._entry(_left(deadline))
+        entry.open.spec.CopyFrom(spec_to_proto(self._spec))
+        reply = await self._send(entry, deadline)
+        if not reply.HasField("opened"):
+            raise _error(reply)
+        self._incarnation = info.incarnation
+        self._held = self.reused = min(reply.opened.have_len, len(self._log))
+        return self._is_open
+
+    async def _attempt(
+        self, set_op: Callable[[worker_pb2.Entry, worker_pb2.TokenDelta], None], deadline: float
+    ) -> worker_pb2.Reply | None:
+        """One try; None when it has to be tried again with other tokens or a new Open."""
+        if len(self._log) - self._held > INLINE_TOKENS:
+            if not await self._send_bulk(deadline):
+                return None
+        entry = self._entry(_left(deadline))
+        missing = self._log.tokens[self._held :]
+        set_op(entry, worker_pb2.TokenDelta(start=self._held, token_ids=missing))
+        reply = await self._send(entry, deadline)
+        if reply.HasField("need_tokens"):
+            self._held = min(getattr(reply.need_tokens, "from"), len(self._log))
+            self.reused = min(self.reused, self._held)
+            return None
+        if reply.HasField("refused"):
+            if reply.refused.reason == worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION:
+                self._incarnation = 0
+                return None
+            raise _error(reply)
+        return reply
+
+    async def _send_bulk(self, deadline: float) -> bool:
+        answer = await self.link.send_bulk(list(self._pieces(deadline)), _left(deadline))
+        if answer.HasField("held"):
+            self._held = len(self._log)
+            return True
+        if answer.HasField("need_tokens"):
+            self._held = min(getattr(answer.need_tokens, "from"), len(self._log))
+            return False
+        if answer.refused.reason == worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION:
+            self._incarnation = 0
+            return False
+        raise _refusal(answer.refused)
+
+    def _pieces(self, deadline: float) -> Iterator[worker_pb2.BulkRequest]:
+        for start in range(self._held, len(self._log), _BULK_TOKENS):
+            stop = min(start + _BULK_TOKENS, len(self._log))
+            yield worker_pb2.BulkRequest(
+                header=self._header(stop, _left(deadline)),
+                delta=worker_pb2.TokenDelta(start=start, token_ids=self._log.tokens[start:stop]),
+            )
+
+    async def _send(self, entry: worker_pb2.Entry, deadline: float) -> worker_pb2.Reply:
+        try:
+            return await self.link.send(entry, _left(deadline))
+        except TimeoutError:
+            self.cancel()
+            raise errors.DeadlineExceeded(
+                f"the {self.link.tier} at {self.link.address} did not answer in time"
+            ) from None
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _entry(self, timeout_s: float) -> worker_pb2.Entry:
+        return worker_pb2.Entry(header=self._header(len(self._log), timeout_s))
+
+    def _header(self, base_len: int, timeout_s: float) -> worker_pb2.EntryHeader:
+        self._number += 1
+        return worker_pb2.EntryHeader(
+            session_id=self._fence.session_id,
+            completion=self._fence.completion,
+            epoch=self._fence.epoch,
+            owner_nonce=self._fence.owner_nonce,
+            number=self._number,
+            base_len=base_len,
+            base_hash=self._log.prefix_hash(base_len),
+            timeout_ms=max(int(timeout_s * 1000), 1),
+            traceparent=self._routing.traceparent,
+            request_id=self._routing.request_id,
+            tenant=self._routing.tenant,
+            model=self._routing.model,
+            adapter=self._routing.adapter,
+        )
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise errors.DeadlineExceeded("the request's time is over")
+    return left
+
+
+def _error(reply: worker_pb2.Reply) -> errors.OutriderError:
+    if reply.HasField("refused"):
+        return _refusal(reply.refused)
+    return errors.InternalError(f"unexpected reply {reply.WhichOneof('result')}")
+
+
+def _refusal(refused: worker_pb2.Refused) -> errors.OutriderError:
+    cls = _REFUSALS.get(refused.reason, errors.InternalError)
+    return cls(refused.message, field=refused.field)

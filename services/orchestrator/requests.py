@@ -1,0 +1,227 @@
+"""From a GenerateRequest to checked values; everything wrong with it is said here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.errors import InvalidArgument, Unsupported
+from outrider.types import (
+    MAX_LOGPROBS,
+    MAX_SPECULATIVE_TOKENS,
+    GenerationSpec,
+    SamplingParams,
+    VerificationMode,
+    is_session_id,
+    new_nonce,
+    new_session_id,
+)
+from outrider.v1 import generation_pb2
+from outrider.wire import check_token_ids, mode_from_proto, require, sampling_from_proto
+from services.orchestrator.models import ServedModel
+from services.orchestrator.proposers import PROPOSER_NAMES
+from services.orchestrator.stopping import StopRules
+
+DEFAULT_MAX_TOKENS = 512
+MAX_TEXT_BYTES = 1 << 20
+MAX_MESSAGES = 1024
+_MAX_ID_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """A checked request on its session: what to append, how to sample, when to stop."""
+
+    request_id: str
+    session_id: str
+    continues: bool
+    keep: bool
+    prompt_ids: tuple[int, ...]
+    prompt_len: int
+    """Length of the log with the prompt."""
+    sampling: SamplingParams
+    mode: VerificationMode
+    rules: StopRules
+    num_speculative_tokens: int
+    proposer: str
+    logprobs: int | None
+
+    @property
+    def spec(self) -> GenerationSpec:
+        """What the workers need to know."""
+        stops = set(self.rules.stop_token_ids)
+        if not self.rules.ignore_eos:
+            stops |= self.rules.eos_token_ids
+        return GenerationSpec(
+            sampling=self.sampling,
+            mode=self.mode,
+            prompt_len=self.prompt_len,
+            min_tokens=self.rules.min_tokens,
+            stop_ids=tuple(sorted(stops)) if self.rules.min_tokens else (),
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where a request says nothing."""
+
+    num_speculative_tokens: int
+    proposer: str
+
+
+def check_ids(request: generation_pb2.GenerateRequest) -> None:
+    """What can be checked before the session is known."""
+    if request.session_id:
+        require(
+            is_session_id(request.session_id),
+            "is not 22 characters of [A-Za-z0-9_-]",
+            "session_id",
+        )
+    require(
+        len(request.request_id.encode()) <= _MAX_ID_BYTES,
+        f"is longer than {_MAX_ID_BYTES} bytes",
+        "request_id",
+    )
+    if request.adapter:
+        raise Unsupported(f"adapter {request.adapter!r}: no adapters are served", field="adapter")
+
+
+def plan_generation(
+    request: generation_pb2.GenerateRequest,
+    model: ServedModel,
+    defaults: Defaults,
+    *,
+    log_len: int,
+    last_token: int | None,
+) -> GenerationPlan:
+    """Check a request against its model and its session's log (empty for a new session).
+
+    Raises InvalidArgument with the field's name.
+    """
+    prompt_ids = tokenize_prompt(
+        request.prompt, model, continues=log_len > 0, last_token=last_token
+    )
+    prompt_len = log_len + len(prompt_ids)
+    if prompt_len >= model.context_length:
+        raise InvalidArgument(
+            f"{prompt_len} tokens; a context of {model.context_length} takes at most "
+            f"{model.context_length - 1} before generation",
+            field="prompt",
+        )
+    logprobs = request.logprobs if request.HasField("logprobs") else None
+    require(
+        logprobs is None or logprobs <= MAX_LOGPROBS,
+        f"{logprobs} is not in [0, {MAX_LOGPROBS}]",
+        "logprobs",
+    )
+    options = request.speculation
+    length, proposer = _speculation(options, defaults)
+    return GenerationPlan(
+        request_id=request.request_id or new_session_id(),
+        session_id=request.session_id or new_session_id(),
+        continues=bool(request.session_id),
+        keep=request.keep_session,
+        prompt_ids=tuple(prompt_ids),
+        prompt_len=prompt_len,
+        sampling=sampling_from_proto(request.sampling, default_seed=new_nonce()),
+        mode=mode_from_proto(options.mode),
+        rules=_stop_rules(request.stop, model, prompt_len),
+        num_speculative_tokens=length,
+        proposer=proposer,
+        logprobs=logprobs,
+    )
+
+
+def tokenize_prompt(
+    parts: Sequence[generation_pb2.PromptPart],
+    model: ServedModel,
+    *,
+    continues: bool,
+    last_token: int | None = None,
+) -> list[int]:
+    """Token ids that a prompt appends to the log."""
+    require(len(parts) > 0, "is empty; give at least one part", "prompt")
+    kinds = [part.WhichOneof("part") for part in parts]
+    if "chat" in kinds:
+        require(len(parts) == 1, "chat must be the only part of its prompt", "prompt")
+        token_ids = _render(parts[0].chat, model, continues, last_token)
+    else:
+        token_ids = []
+        for part, kind in zip(parts, kinds, strict=True):
+            is_start = not continues and not token_ids
+            token_ids += _part_ids(part, kind, model, is_start=is_start)
+    require(bool(token_ids), "holds no token", "prompt")
+    return token_ids
+
+
+def _part_ids(
+    part: generation_pb2.PromptPart, kind: str | None, model: ServedModel, *, is_start: bool
+) -> list[int]:
+    if kind == "text":
+        _check_text(part.text, "prompt.text")
+        return model.tokenizer.encode(part.text, add_special_tokens=is_start)
+    if kind == "tokens":
+        require(bool(part.tokens.ids), "is empty", "prompt.tokens")
+        check_token_ids(part.tokens.ids, model.vocab_size, "prompt.tokens")
+        return list(part.tokens.ids)
+    raise InvalidArgument("a part must be text, tokens or chat", field="prompt")
+
+
+def _render(
+    chat: generation_pb2.ChatMessages,
+    model: ServedModel,
+    continues: bool,
+    last_token: int | None,
+) -> list[int]:
+    require(
+        1 <= len(chat.messages) <= MAX_MESSAGES,
+        f"{len(chat.messages)} messages; 1 to {MAX_MESSAGES} are allowed",
+        "prompt.chat",
+    )
+    for message in chat.messages:
+        require(1 <= len(message.role.encode()) <= 32, "takes 1 to 32 bytes", "prompt.chat.role")
+        _check_text(message.content, "prompt.chat.content")
+    messages = [(message.role, message.content) for message in chat.messages]
+    if continues:
+        return model.tokenizer.render_continuation(messages, last_token)
+    return model.tokenizer.render_chat(messages)
+
+
+def _check_text(text: str, field: str) -> None:
+    require(len(text.encode()) <= MAX_TEXT_BYTES, f"is longer than {MAX_TEXT_BYTES} bytes", field)
+
+
+def _speculation(options: generation_pb2.SpeculationOptions, defaults: Defaults) -> tuple[int, str]:
+    length = (
+        options.num_speculative_tokens
+        if options.HasField("num_speculative_tokens")
+        else defaults.num_speculative_tokens
+    )
+    require(
+        length <= MAX_SPECULATIVE_TOKENS,
+        f"{length} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
+        "speculation.num_speculative_tokens",
+    )
+    proposer = options.proposer or defaults.proposer
+    require(
+        proposer in PROPOSER_NAMES,
+        f"{proposer!r} is not one of {', '.join(PROPOSER_NAMES)}",
+        "speculation.proposer",
+    )
+    return length, proposer
+
+
+def _stop_rules(
+    stop: generation_pb2.StopCriteria, model: ServedModel, prompt_len: int
+) -> StopRules:
+    room = model.context_length - prompt_len
+    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, room)
+    check_token_ids(stop.stop_token_ids, model.vocab_size, "stop.stop_token_ids")
+    return StopRules(
+        max_tokens=max_tokens,
+        context_length=model.context_length,
+        eos_token_ids=frozenset(model.info.eos_token_ids),
+        stop_token_ids=frozenset(stop.stop_token_ids),
+        stop_strings=tuple(stop.stop_strings),
+        min_tokens=stop.min_tokens,
+        ignore_eos=stop.ignore_eos,
+    )

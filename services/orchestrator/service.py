@@ -1,0 +1,310 @@
+"""The orchestrator service: GenerationService over the registry, the store and the decoder."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from outrider.errors import (
+    AlreadyRunning,
+    FailedPrecondition,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+)
+from outrider.rpc.auth import Authenticator
+from outrider.rpc.server import Server, run_service
+from outrider.rpc.status import abort_with
+from outrider.token_log import TokenLog
+from outrider.types import new_session_id
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+from outrider.wire import mode_to_proto, reason_to_proto, sampling_to_proto
+from services.orchestrator.config import OrchestratorConfig
+from services.orchestrator.generation import Generation, Surroundings
+from services.orchestrator.links import WorkerLink
+from services.orchestrator.models import ModelRegistry, ServedModel
+from services.orchestrator.remote import Routing
+from services.orchestrator.requests import (
+    Defaults,
+    GenerationPlan,
+    check_ids,
+    plan_generation,
+    tokenize_prompt,
+)
+from services.orchestrator.store import SessionStore
+from services.orchestrator.store_values import GenerationRecord, StoredSession
+
+Context = grpc.aio.ServicerContext
+if TYPE_CHECKING:
+    GenerateContext = Context[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """The public API. `owner` names this orchestrator in the store."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        store: SessionStore,
+        registry: ModelRegistry,
+        authenticator: Authenticator,
+        owner: str,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._registry = registry
+        self._authenticator = authenticator
+        self._owner = owner
+        self._defaults = Defaults(config.num_speculative_tokens, config.proposer)
+        self._running: set[tuple[str, str]] = set()
+        self._draining = False
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: "GenerateContext"
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        try:
+            tenant = self._tenant(context)
+            check_ids(request)
+            if not request.request_id:
+                request.request_id = new_session_id()
+            with self._admitted(tenant, request.request_id):
+                generation = await self._start(request, tenant, context)
+                try:
+                    async for response in generation.responses():
+                        yield response
+                finally:
+                    # A cancelled call must free what it holds all the same.
+                    await asyncio.shield(generation.end())
+        except OutriderError as error:
+            await abort_with(context, error)
+
+    async def GetSession(
+        self,
+        request: generation_pb2.GetSessionRequest,
+        context: "Context[generation_pb2.GetSessionRequest, generation_pb2.GetSessionResponse]",
+    ) -> generation_pb2.GetSessionResponse:
+        try:
+            session = await self._store.get(
+                request.session_id,
+                tenant=self._tenant(context),
+                include_tokens=request.include_tokens,
+            )
+        except OutriderError as error:
+            await abort_with(context, error)
+        return generation_pb2.GetSessionResponse(
+            session_id=request.session_id,
+            model=session.model,
+            length=session.durable_len,
+            epoch=session.fence.epoch,
+            generations=[_generation_to_proto(record) for record in session.generations],
+            token_ids=session.token_ids if request.include_tokens else (),
+            ttl_seconds=int(session.ttl_s),
+        )
+
+    async def ListModels(
+        self,
+        request: generation_pb2.ListModelsRequest,
+        context: "Context[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse]",
+    ) -> generation_pb2.ListModelsResponse:
+        try:
+            self._tenant(context)
+        except OutriderError as error:
+            await abort_with(context, error)
+        return generation_pb2.ListModelsResponse(
+            models=[self._model_to_proto(model) for model in self._registry.models]
+        )
+
+    async def Tokenize(
+        self,
+        request: generation_pb2.TokenizeRequest,
+        context: "Context[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse]",
+    ) -> generation_pb2.TokenizeResponse:
+        try:
+            self._tenant(context)
+            model = self._registry.model(request.model)
+            token_ids = tokenize_prompt(request.prompt, model, continues=False)
+        except OutriderError as error:
+            await abort_with(context, error)
+        return generation_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Return when no generation runs, or the time is over. New ones are refused."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+    def _tenant(self, context: "Context[Any, Any]") -> str:
+        return self._authenticator.tenant_of(context.invocation_metadata() or ())
+
+    @contextlib.contextmanager
+    def _admitted(self, tenant: str, request_id: str) -> Iterator[None]:
+        key = (tenant, request_id)
+        if self._draining:
+            raise Unavailable("this orchestrator is shutting down; retry at another")
+        if key in self._running:
+            raise AlreadyRunning("a request with this id is running", field="request_id")
+        if len(self._running) >= self._config.max_generations:
+            raise ResourceExhausted(
+                f"{self._config.max_generations} generations are running; retry later"
+            )
+        self._running.add(key)
+        try:
+            yield
+        finally:
+            self._running.discard(key)
+
+    async def _start(
+        self, request: generation_pb2.GenerateRequest, tenant: str, context: "GenerateContext"
+    ) -> Generation:
+        """Check the request, own its session, and make its generation."""
+        arrived = time.monotonic()
+        model = self._registry.model(request.model)
+        if request.session_id:
+            session = await self._store.take(request.session_id, tenant=tenant, owner=self._owner)
+            model = self._model_of(session, request.model)
+            fence, log = session.fence, TokenLog(session.token_ids)
+            plan = self._plan(request, model, log)
+        else:
+            log = TokenLog()
+            plan = self._plan(request, model, log)
+            fence = await self._store.create(
+                plan.session_id,
+                tenant=tenant,
+                model=model.name,
+                adapter="",
+                tokenizer_fingerprint=model.info.tokenizer_fingerprint,
+                owner=self._owner,
+            )
+        return Generation(
+            plan,
+            model,
+            fence,
+            log,
+            Routing(
+                request_id=plan.request_id,
+                tenant=tenant,
+                model=model.name,
+                traceparent=_traceparent(context),
+            ),
+            Surroundings(
+                store=self._store,
+                registry=self._registry,
+                lease_s=self._config.lease_s,
+                draft_timeout_s=self._config.draft_timeout_s,
+                target_wait_s=self._config.target_wait_s,
+            ),
+            arrived=arrived,
+            deadline=arrived + self._time_left(context),
+        )
+
+    def _plan(
+        self, request: generation_pb2.GenerateRequest, model: ServedModel, log: TokenLog
+    ) -> GenerationPlan:
+        last_token = log.tokens[-1] if log.tokens else None
+        return plan_generation(
+            request, model, self._defaults, log_len=len(log), last_token=last_token
+        )
+
+    def _model_of(self, session: StoredSession, asked: str) -> ServedModel:
+        if asked and asked != session.model:
+            raise FailedPrecondition(
+                f"the session belongs to model {session.model!r}, not {asked!r}", field="model"
+            )
+        model = self._registry.model(session.model)
+        if session.tokenizer_fingerprint != model.info.tokenizer_fingerprint:
+            raise FailedPrecondition(
+                f"the session's tokenizer is {session.tokenizer_fingerprint}, that of "
+                f"{model.name} is {model.info.tokenizer_fingerprint} now"
+            )
+        return model
+
+    def _time_left(self, context: "GenerateContext") -> float:
+        remaining = context.time_remaining()
+        limit = self._config.max_request_s
+        return limit if remaining is None else min(float(remaining), limit)
+
+    def _model_to_proto(self, model: ServedModel) -> generation_pb2.Model:
+        return generation_pb2.Model(
+            name=model.name,
+            model_fingerprint=model.info.model_fingerprint,
+            tokenizer_fingerprint=model.info.tokenizer_fingerprint,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            dtype=model.info.dtype,
+            device=model.info.device,
+            proposers=self._registry.proposers(model),
+            default_num_speculative_tokens=self._config.num_speculative_tokens,
+            eos_token_ids=model.info.eos_token_ids,
+        )
+
+
+def _generation_to_proto(record: GenerationRecord) -> generation_pb2.Generation:
+    message = generation_pb2.Generation(
+        request_id=record.request_id,
+        start=record.start,
+        prompt_end=record.prompt_end,
+        seed=record.sampling.seed,
+        mode=mode_to_proto(record.mode),
+        sampling=sampling_to_proto(record.sampling),
+    )
+    if record.finish_reason is not None:
+        message.finish_reason = reason_to_proto(record.finish_reason)
+    return message
+
+
+def _traceparent(context: "GenerateContext") -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str) and len(value) <= 64:
+            return value
+    return ""
+
+
+async def serve(config: OrchestratorConfig) -> None:
+    """Connect to store and workers, serve until stopped."""
+    authenticator = Authenticator.from_file(config.auth_token_file)
+    name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+    server = Server(config, [name], authenticator)
+    store = await SessionStore.connect(
+        config.store_url,
+        session_ttl_s=config.session_ttl_s,
+        linger_s=config.session_linger_s,
+        lease_s=config.lease_s,
+        command_timeout_s=config.store_timeout_s,
+        ca_file=config.store_ca or None,
+        cert_file=config.store_cert or None,
+        key_file=config.store_key or None,
+    )
+    security = config.worker_security
+    registry = ModelRegistry(
+        [WorkerLink(address, "target", security) for address in config.targets],
+        [WorkerLink(address, "draft", security) for address in config.drafts],
+    )
+    try:
+        await registry.connect(
+            target_timeout_s=config.start_timeout_s, draft_timeout_s=config.draft_start_timeout_s
+        )
+        servicer = GenerationServicer(
+            config,
+            store,
+            registry,
+            authenticator,
+            owner=f"{os.uname().nodename}-{new_session_id()}",
+        )
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            servicer, server.grpc
+        )
+        await server.start()
+        await server.serving({"models": [model.name for model in registry.models]})
+        await server.until_stopped(lambda: servicer.drain(config.drain_s))
+    finally:
+        await registry.close()
+        await store.close()
+
+
+def main() -> None:
+    run_service(OrchestratorConfig, serve, name="orchestrator")

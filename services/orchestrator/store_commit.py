@@ -1,0 +1,134 @@
+"""The owner of one session's durability: tokens go in at once, commits follow behind.
+
+The next round never waits for a commit; the client's chunk does (docs/design.md §2.9).
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from outrider.errors import Cancelled, InternalError, OutriderError, ResourceExhausted, Unavailable
+from outrider.types import Fence, chain_hash
+from services.orchestrator.store import SessionStore
+
+_FIRST_BACKOFF_S = 0.02
+_MAX_BACKOFF_S = 1.0
+
+
+class CommitQueue:
+    """Commits what is appended, one commit in flight; what comes meanwhile goes with the next.
+
+    A commit that Redis does not answer is repeated (with what has come since) until `retry_for_s`
+    after its first failure. Then, and at once where the session is fenced or gone, the queue ends:
+    `error` is set, and `append`, `wait_durable` and `drain` raise it.
+
+    Its task lives only while there is something to commit: a queue that is drained holds nothing.
+    One that may still be committing is ended by `close`.
+    """
+
+    def __init__(
+        self,
+        store: SessionStore,
+        fence: Fence,
+        *,
+        durable_len: int,
+        prefix_hash: int,
+        retry_for_s: float = 10.0,
+    ) -> None:
+        self.durable_len = durable_len
+        self.error: OutriderError | None = None
+        self.commits = 0  # sent, repeated ones included
+        self._store = store
+        self._fence = fence
+        self._prefix_hash = prefix_hash
+        self._retry_for_s = retry_for_s
+        self._pending: list[int] = []
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def verified_len(self) -> int:
+        """Length of the log with what is not durable yet."""
+        return self.durable_len + len(self._pending)
+
+    def append(self, token_ids: Sequence[int]) -> int:
+        """Take tokens that follow `verified_len`; the new one. Raises `error` once it is set."""
+        if self.error:
+            raise self.error
+        self._pending.extend(token_ids)
+        if self._pending and self._task is None:
+            self._task = asyncio.create_task(self._run(), name="commit-queue")
+        return self.verified_len
+
+    async def wait_durable(self, length: int) -> None:
+        """Until Redis has the first `length` tokens, or `error`."""
+        if length > self.verified_len:
+            raise InternalError(f"nothing was appended up to {length}, only to {self.verified_len}")
+        while self.durable_len < length:
+            if self.error:
+                raise self.error
+            await self._changed.wait()
+
+    async def drain(self) -> None:
+        """Until Redis has all that was appended, or `error`."""
+        while self._pending:
+            await self.wait_durable(self.verified_len)
+
+    async def close(self) -> None:
+        """Stop, and forget what is not durable (nothing after `drain`)."""
+        self.error = self.error or Cancelled("the commit queue is closed")
+        self._announce()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        try:
+            while self._pending:
+                await self._commit_all()
+        except OutriderError as error:
+            self.error = error
+        except asyncio.CancelledError:
+            self.error = self.error or Cancelled("the commit queue was cancelled")
+            raise
+        except Exception as error:  # must reach those who wait
+            self.error = InternalError(f"commit failed: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        finally:
+            self._task = None
+            self._announce()
+
+    async def _commit_all(self) -> None:
+        """Commit what is pending, repeatedly where the answer is lost."""
+        now = asyncio.get_running_loop().time
+        give_up: float | None = None
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                return await self._commit_once(tuple(self._pending))
+            except (Unavailable, ResourceExhausted):
+                give_up = give_up or now() + self._retry_for_s
+                pause_s = backoff_s * random.uniform(0.5, 1.0)
+                if now() + pause_s >= give_up:
+                    raise
+            await asyncio.sleep(pause_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _commit_once(self, token_ids: tuple[int, ...]) -> None:
+        new_hash = chain_hash(self._prefix_hash, token_ids)
+        self.commits += 1
+        await self._store.commit(
+            self._fence,
+            from_len=self.durable_len,
+            from_hash=self._prefix_hash,
+            token_ids=token_ids,
+            new_hash=new_hash,
+        )
+        self._prefix_hash = new_hash
+        self.durable_len += len(token_ids)
+        del self._pending[: len(token_ids)]
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,91 @@
+"""Forms of stored values, and URLs that never show their credentials."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from outrider.errors import InvalidArgument
+from outrider.types import FinishReason, SamplingParams, VerificationMode
+from services.orchestrator.store_client import parse_url
+from services.orchestrator.store_values import (
+    GenerationRecord,
+    pack_tokens,
+    record_from_json,
+    record_to_json,
+    unpack_tokens,
+)
+
+RECORD = GenerationRecord(
+    request_id="r",
+    start=3,
+    prompt_end=9,
+    sampling=SamplingParams(temperature=0.1, top_k=5, top_p=0.9, min_p=0.01, seed=2**64 - 1),
+    mode=VerificationMode.REJECTION,
+    max_tokens=7,
+    min_tokens=2,
+    stop_ids=(1, 2),
+    stop_strings=("\n\n", "ü"),
+    ignore_eos=True,
+    logprobs=0,
+    engine_versions={"torch": "2.11", "outrider": "0.1"},
+)
+
+
+def test_record_survives_json() -> None:
+    assert record_from_json(record_to_json(RECORD)) == RECORD
+
+
+def test_finish_reason_is_kept_apart() -> None:
+    ended = replace(RECORD, finish_reason=FinishReason.STOP_STRING)
+    assert record_to_json(ended) == record_to_json(RECORD)
+    assert record_from_json(record_to_json(ended), "stop_string") == ended
+
+
+def test_equal_records_have_equal_text() -> None:
+    other = replace(RECORD, engine_versions={"outrider": "0.1", "torch": "2.11"})
+    assert record_to_json(other) == record_to_json(RECORD)
+
+
+def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
+    values = json.loads(record_to_json(RECORD))
+    values["new"] = 1
+    values["sampling"]["newer"] = 2
+    assert record_from_json(json.dumps(values)) == RECORD
+
+
+def test_tokens_are_four_bytes_little_endian() -> None:
+    assert pack_tokens([1, 2**32 - 1]) == b"\x01\0\0\0\xff\xff\xff\xff"
+    assert unpack_tokens(pack_tokens(range(5))) == (0, 1, 2, 3, 4)
+    for bad in (-1, 2**32):
+        with pytest.raises(InvalidArgument):
+            pack_tokens([bad])
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("redis://user:hunter2@host:7000/3", "redis://host:7000/3"),
+        ("rediss://:hunter2@[::1]", "rediss://[::1]:6379"),
+        ("redis://", "redis://localhost:6379"),
+        ("unix:///run/redis.sock?db=1&password=hunter2", "unix:///run/redis.sock"),
+    ],
+)
+def test_address_has_no_credentials(url: str, address: str) -> None:
+    found, secrets = parse_url(url)
+    assert found == address
+    assert secrets == (("hunter2",) if "hunter2" in url else ())
+
+
+def test_secret_is_known_in_both_spellings() -> None:
+    assert set(parse_url("redis://u:a%2Fb@h")[1]) == {"a%2Fb", "a/b"}
+
+
+@pytest.mark.parametrize(
+    "url", ["http://u:hunter2@h", "redis://u:hunter2/x@h:1", "redis://u:hunter2@h:port", "hunter2"]
+)
+def test_bad_url_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        parse_url(url)
+    assert "hunter2" not in str(refused.value) and "redis://" in str(refused.value)
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
