@@ -1,0 +1,1 @@
+"""Measures systems side by side: same prompts, same run, interleaved."""

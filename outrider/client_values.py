@@ -1,0 +1,204 @@
+"""What the client takes and gives: frozen values, and how the chunks of a stream join."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.errors import InternalError
+from outrider.types import (
+    FinishReason,
+    PositionLogprobs,
+    SpeculationStats,
+    TokenSource,
+    VerificationMode,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation; `role` is one that the model's chat template knows."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Raw text, messages for the chat template, or token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """What generation.proto lets a request say, ranges as there; None leaves it to the server."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    mode: VerificationMode | None = None
+    num_speculative_tokens: int | None = None
+    proposer: str = ""
+    logprobs: int | None = None
+    model: str = ""
+    adapter: str = ""
+    session_id: str = ""
+    keep_session: bool = False
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeStats:
+    """Where the time of a generation went, in microseconds; fields as in generation.proto."""
+
+    draft_us: int = 0
+    verify_us: int = 0
+    draft_compute_us: int = 0
+    verify_compute_us: int = 0
+    first_token_us: int = 0
+    total_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Totals of a generation."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    time: TimeStats = field(default_factory=TimeStats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationChunk:
+    """One response of a stream.
+
+    `elapsed_s` is the time from the call to this chunk on the client's clock. `text_segments` cuts
+    `text` by where its tokens came from: (characters, source), in order. The last chunk alone has
+    `finish_reason`, `usage`, `cut_text` and `matched_stop`.
+    """
+
+    session_id: str = ""
+    offset: int = 0
+    token_ids: tuple[int, ...] = ()
+    sources: tuple[TokenSource, ...] = ()
+    text: str = ""
+    text_segments: tuple[tuple[int, TokenSource], ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    durable: bool = False
+    seed: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    cut_text: str = ""
+    matched_stop: str = ""
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole generation. Times are seconds from the call; no tokens, no token times."""
+
+    session_id: str
+    token_ids: tuple[int, ...]
+    sources: tuple[TokenSource, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...]
+    durable: bool
+    finish_reason: FinishReason
+    seed: int
+    usage: Usage
+    cut_text: str
+    matched_stop: str
+    ttft_s: float | None
+    last_token_s: float | None
+    total_s: float
+
+    @property
+    def stats(self) -> SpeculationStats:
+        return self.usage.speculation
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.token_ids) / self.total_s if self.total_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model; fields as in generation.proto."""
+
+    name: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    context_length: int
+    dtype: str
+    device: str
+    proposers: tuple[str, ...]
+    default_num_speculative_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRecord:
+    """One generation of a session; `finish_reason` is None while it runs or was cut off."""
+
+    request_id: str
+    start: int
+    prompt_end: int
+    seed: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session as the server keeps it; `token_ids` only when asked for."""
+
+    session_id: str
+    model: str
+    length: int
+    epoch: int
+    ttl_seconds: int
+    token_ids: tuple[int, ...]
+    generations: tuple[GenerationRecord, ...]
+
+
+def collect(chunks: Iterable[GenerationChunk]) -> Completion:
+    """Join the chunks of one stream; InternalError where they do not make one whole."""
+    seen = tuple(chunks)
+    ids: list[int] = []
+    for chunk in seen:
+        if chunk.token_ids and chunk.offset != len(ids):
+            raise InternalError(f"token {len(ids)} was due, a chunk starts at {chunk.offset}")
+        if len(chunk.sources) != len(chunk.token_ids):
+            raise InternalError(f"{len(chunk.token_ids)} tokens with {len(chunk.sources)} sources")
+        ids.extend(chunk.token_ids)
+    last = seen[-1] if seen else GenerationChunk()
+    if last.finish_reason is None or last.usage is None:
+        raise InternalError("the stream ended without a finish reason and usage")
+    if last.usage.completion_tokens != len(ids):
+        raise InternalError(f"{len(ids)} tokens came, {last.usage.completion_tokens} were counted")
+    logprobs = tuple(entry for chunk in seen for entry in chunk.logprobs)
+    if logprobs and len(logprobs) != len(ids):
+        raise InternalError(f"{len(ids)} tokens with {len(logprobs)} log probabilities")
+    times = [chunk.elapsed_s for chunk in seen if chunk.token_ids]
+    return Completion(
+        session_id=last.session_id,
+        token_ids=tuple(ids),
+        sources=tuple(source for chunk in seen for source in chunk.sources),
+        text="".join(chunk.text for chunk in seen),
+        logprobs=logprobs,
+        durable=all(chunk.durable for chunk in seen),
+        finish_reason=last.finish_reason,
+        seed=last.seed,
+        usage=last.usage,
+        cut_text=last.cut_text,
+        matched_stop=last.matched_stop,
+        ttft_s=times[0] if times else None,
+        last_token_s=times[-1] if times else None,
+        total_s=last.elapsed_s,
+    )
