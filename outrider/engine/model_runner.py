@@ -31,7 +31,7 @@ class ModelRunner:
         self.model = loaded.model
         self.device = loaded.device
         self.block_tokens = block_tokens
-        self._query_groups = loaded.config.num_attention_heads // loaded.config.num_key_value_heads
+        self._query_groups = loaded.config.num_attention_heads // kv_shape(loaded, 1)[2]
         shape = kv_shape(loaded, num_blocks * block_tokens)
         self._keys = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
         self._values = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
@@ -63,7 +63,7 @@ class ModelRunner:
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,
-            logits_to_keep=torch.tensor(wanted, device=self.device),
+            logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=self.device),
             row_layout=layout,
         )
         logits: Tensor = output.logits[0].float()
@@ -100,7 +100,9 @@ def kv_shape(loaded: LoadedModel, num_tokens: int) -> tuple[int, int, int, int]:
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
-    return config.num_hidden_layers, num_tokens, config.num_key_value_heads, head_dim
+    # Configs of models without grouped queries do not name the number, or set it to None.
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return config.num_hidden_layers, num_tokens, kv_heads, head_dim
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:

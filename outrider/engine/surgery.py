@@ -36,23 +36,23 @@ class _FusedFirst(nn.Module):
         super().__init__()
         self.fused = fused
         self.sizes = sizes
-        self.others: list[Tensor] = []
+        self.parts: tuple[Tensor, ...] = ()
 
     def forward(self, rows: Tensor) -> Tensor:
-        first: Tensor
-        first, *self.others = self.fused(rows).split(self.sizes, dim=-1)
-        return first
+        self.parts = self.fused(rows).split(self.sizes, dim=-1)
+        return self.parts[0]
 
 
 class _FusedOther(nn.Module):
     """Stands for a later linear of a group: hands out what the first one computed."""
 
-    def __init__(self, first: _FusedFirst) -> None:
+    def __init__(self, first: _FusedFirst, index: int) -> None:
         super().__init__()
         self._first = (first,)  # In a tuple, so that it is not registered as a submodule again.
+        self._index = index
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self._first[0].others.pop(0)
+        return self._first[0].parts[self._index]
 
 
 def optimise(model: nn.Module) -> None:
@@ -91,5 +91,5 @@ def _fuse_group(module: nn.Module, names: tuple[str, ...]) -> None:
     fused.out_features = sum(linear.out_features for linear in linears)
     first = _FusedFirst(fused, [linear.out_features for linear in linears])
     setattr(module, names[0], first)
-    for name in names[1:]:
-        setattr(module, name, _FusedOther(first))
+    for index, name in enumerate(names[1:], start=1):
+        setattr(module, name, _FusedOther(first, index))
