@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.block_manager import BlockManager
-from outrider.engine.model_runner import ModelRunner, Rows
+from outrider.engine.kv_pool import Rows
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.scheduler import Chunk, Scheduler, Work
 from outrider.engine.sequence import Sequence
 

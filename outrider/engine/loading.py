@@ -84,6 +84,7 @@ def load_model(
     torch_dtype = _dtype(dtype, torch_device)
     config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False)
     check_supported(config)
+    _check_attention(config)
     attention.register()
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         files.folder,
@@ -105,7 +106,7 @@ def load_model(
         fingerprint=_model_fingerprint(files.folder),
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.vocab_size),
-        context_length=int(config.max_position_embeddings),
+        context_length=_context_length(config),
         dtype=torch_dtype,
         device=torch_device,
     )
@@ -127,6 +128,32 @@ def check_supported(config: Any) -> None:
         raise Unsupported("sliding-window attention is not supported", field="model")
     if not getattr(config, "num_attention_heads", None) or config.is_encoder_decoder:
         raise Unsupported(f"{config.model_type} is not a decoder with attention", field="model")
+
+
+def _check_attention(config: Any) -> None:
+    """Refuse architectures that go round the attention interface: paged KV would be ignored."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise Unsupported(
+            f"{config.model_type} models do not use the attention interface of transformers",
+            field="model",
+        )
+
+
+def _context_length(config: Any) -> int:
+    """Positions that the model can tell apart whatever else is in the batch.
+
+    The frequencies of "longrope" change for a whole pass once one row stands beyond the original
+    length: a row's logits would then depend on its neighbours.
+    """
+    length = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        length = min(length, int(original or config.original_max_position_embeddings))
+    return length
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
@@ -208,6 +235,8 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "float16" and device.type == "cpu":
+        raise Unsupported("float16 needs a CUDA device; take bfloat16 or float32", field="dtype")
     if name != "auto":
         return _DTYPES[name]
     fast_bf16 = (

@@ -2,7 +2,8 @@
 
 Work stands in a queue until the KV that it may need at worst is reserved; then it takes part in
 every pass until its last row is computed. Short work (decode, verification) goes first, long
-prompts fill what is left of the row budget in chunks, so that they never stall others' rounds.
+prompts fill what is left of the row budget in chunks, so that they never stall others' rounds. A
+share of the rows belongs to the oldest work, so that it ends however much short work comes.
 """
 
 import time
@@ -96,14 +97,18 @@ class Scheduler:
     def next_batch(self) -> list[Chunk]:
         """The chunks of the next pass; empty when nothing can run."""
         self._admit()
-        budget = self.max_rows
+        if not self.running:
+            return []
+        oldest = self.running[0]
+        owed = _fitting(oldest, max(self.max_rows // 4, 1)) or oldest.pending
+        budget = max(self.max_rows - owed, 0)
         batch = []
         for work in sorted(self.running, key=lambda work: work.pending):
-            count = min(work.pending, budget)
-            if count == 0:
-                break
-            batch.append(Chunk(work, count))
-            budget -= count
+            share = budget + owed if work is oldest else budget
+            count = _fitting(work, share)
+            if count:
+                batch.append(Chunk(work, count))
+            budget = share - count
         return batch
 
     def finish(self, work: Work) -> None:
@@ -150,3 +155,13 @@ class Scheduler:
 
     def _trim(self, sequence: Sequence) -> None:
         self.blocks.truncate(sequence.blocks, len(sequence.cached))
+
+
+def _fitting(work: Work, rows: int) -> int:
+    """How many of the pending tokens to compute when there is room for `rows`.
+
+    Rows whose logits are wanted are never split: logits come from one pass.
+    """
+    if work.pending <= rows:
+        return work.pending
+    return min(rows, work.pending - work.num_logits)

@@ -1,12 +1,14 @@
-"""Generic surgery on a loaded model: fewer, faster linears with the same values.
+"""Generic surgery on a loaded model: fewer, faster modules with the same values.
 
-Linears that read the same input (q/k/v, gate/up) become one, and on a CPU in bf16 their weights
-are laid out once as oneDNN wants them. Both keep the modules' names, so the model's own code
-goes on calling `q_proj`, `k_proj`, `v_proj` in that order and notices nothing.
+Linears that read the same input (q/k/v, gate/up) become one. On a CPU, norms get a kernel of their
+own, and bf16 weights are laid out once as oneDNN wants them. Modules keep their names, so the
+model's own code goes on calling `q_proj`, `k_proj`, `v_proj` in that order and notices nothing.
 """
 
 import torch
 from torch import Tensor, nn
+
+from outrider.engine import cpu_kernels
 
 _FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -21,12 +23,31 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 4)
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._one_row_differs = self._measure()
 
-    def forward(self, rows: Tensor) -> Tensor:  # [..., in] -> [..., out]
+    def forward(self, rows: Tensor) -> Tensor:  # [..., rows, in] -> [..., rows, out]
+        if self._one_row_differs and rows.shape[-2] == 1:
+            return self._multiply(rows.expand(*rows.shape[:-2], 2, -1))[..., :1, :]
+        return self._multiply(rows)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self.packed, self.bias, "none", [], ""
         )
         return result
+
+    def _measure(self) -> bool:
+        """Whether a row alone gets other bits than the same row among others.
+
+        oneDNN sums in another order for one row of some widths. Rows must not depend on their
+        neighbours (docs/design.md, deterministic mode), so that shape is avoided then.
+        """
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(32, self.in_features, generator=generator).to(torch.bfloat16)
+        together = self._multiply(rows)
+        return any(
+            not torch.equal(self._multiply(rows[i : i + 1])[0], together[i]) for i in range(32)
+        )
 
 
 class _FusedFirst(nn.Module):
@@ -55,9 +76,25 @@ class _FusedOther(nn.Module):
         return self._first[0].parts[self._index]
 
 
+class FusedNorm(nn.Module):
+    """An RMS norm in one kernel; CPU only."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.epsilon = epsilon
+
+    def forward(self, rows: Tensor) -> Tensor:  # [..., width] -> [..., width]
+        result: Tensor = torch.ops.outrider_cpu.rms_norm(rows, self.weight, self.epsilon)
+        return result
+
+
 def optimise(model: nn.Module) -> None:
-    """Fuse and pack the linears of `model` in place."""
+    """Fuse and pack the modules of `model` in place."""
     pack = _can_pack(model)
+    if next(model.parameters()).device.type == "cpu":
+        cpu_kernels.load()
+        _replace_norms(model)
     for module in list(model.modules()):
         for names in _FUSED_GROUPS:
             _fuse_group(module, names)
@@ -66,6 +103,22 @@ def optimise(model: nn.Module) -> None:
             for name, child in module.named_children():
                 if type(child) is nn.Linear:
                     setattr(module, name, PackedLinear(child))
+
+
+def _replace_norms(model: nn.Module) -> None:
+    """Put `FusedNorm` where a norm computes the same; some scale by 1 + weight, say, and stay."""
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+            weight = getattr(norm, "weight", None)
+            if not type(norm).__name__.endswith("RMSNorm") or epsilon is None or weight is None:
+                continue
+            fused = FusedNorm(weight.detach(), float(epsilon))
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.randn(4, weight.numel(), generator=generator).to(weight.dtype)
+            with torch.inference_mode():
+                if torch.allclose(fused(rows), norm(rows), rtol=1e-2, atol=1e-5):
+                    setattr(module, name, fused)
 
 
 def _can_pack(model: nn.Module) -> bool:

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from outrider.config import setting
+from outrider.engine import cpu_kernels
+from outrider.engine.kv_pool import KvShape, Rows
 from outrider.engine.loading import LoadedModel, load_model
-from outrider.engine.model_runner import ModelRunner, Rows, kv_bytes_per_token
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.surgery import optimise
 from outrider.errors import InvalidArgument
 from outrider.rpc.server import Server, ServerConfig
@@ -83,19 +85,22 @@ def _build(
     config: WorkerConfig, tier_name: str, make_tier: Callable[[LoadedModel, int], Tier]
 ) -> tuple[Worker, LoadedModel]:
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
     loaded = load_model(
         config.model,
         tier=tier_name,
         dtype=config.dtype,
         device=config.device,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        cache_dir=cache_dir,
     )
+    if loaded.device.type == "cpu":
+        cpu_kernels.load(cache_dir)
     if config.model_name:
         loaded = loaded.named(config.model_name)
     optimise(loaded.model)
     context = min(config.context_length or loaded.context_length, loaded.context_length)
     memory = parse_bytes(config.kv_memory, field="kv_memory")
-    num_blocks = memory // (kv_bytes_per_token(loaded) * _BLOCK_TOKENS)
+    num_blocks = memory // (KvShape.of(loaded.config, loaded.dtype).token_bytes * _BLOCK_TOKENS)
     if num_blocks < 2:
         raise InvalidArgument(f"{config.kv_memory} is too little for any KV", field="kv_memory")
     limits = WorkerLimits(

@@ -1,0 +1,277 @@
+// CPU kernels of the engine: attention over paged KV, and RMS norm.
+//
+// Every output row is computed by the same operations in the same order whatever else is in the
+// pass, so that its bits depend on its own sequence alone (docs/design.md, deterministic mode).
+// Contexts are cut at fixed places: the blocks of the KV pool.
+//
+// Layout of the pool, per layer: keys [blocks][kv_heads][head_dim][B], so that one query element
+// meets the keys of a block at once; values [blocks][kv_heads][B][head_dim].
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kLanes = 32;  // partial sums of a norm
+constexpr int64_t kTile = 4;    // query rows that share what is loaded of K and V
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+inline float widen(float x) { return x; }
+inline float widen(at::BFloat16 x) {
+  union {
+    uint32_t bits;
+    float value;
+  } both;
+  both.bits = static_cast<uint32_t>(x.x) << 16;
+  return both.value;
+}
+
+// Rows first_row ... first_row + num_rows - 1 of a pass are the tokens at positions start,
+// start + 1, ... of a sequence whose blocks stand at `table`. Row i sees positions up to its own.
+struct Task {
+  int64_t first_row, num_rows, start, table;
+};
+
+struct Shape {
+  int64_t heads, kv_heads, head_dim;
+  int64_t groups() const { return heads / kv_heads; }
+};
+
+// scores[i][t] = scale * query[i] . key t, for one block of keys.
+template <typename T, int64_t B, int N>
+void score_block(const float* const* query, const T* keys, int64_t head_dim, float scale,
+                 float* const* scores) {
+  float sums[N][B] = {};
+  for (int64_t d = 0; d < head_dim; ++d) {
+    float wide[B];
+#pragma omp simd
+    for (int64_t t = 0; t < B; ++t) wide[t] = widen(keys[d * B + t]);
+    for (int i = 0; i < N; ++i) {
+      const float x = query[i][d];
+#pragma omp simd
+      for (int64_t t = 0; t < B; ++t) sums[i][t] += x * wide[t];
+    }
+  }
+  for (int i = 0; i < N; ++i)
+    for (int64_t t = 0; t < B; ++t) scores[i][t] = sums[i][t] * scale;
+}
+
+// output[i] += sum over t of weights[i][t] * value t, for one block of values.
+template <typename T, int64_t B, int N>
+void weigh_block(float* const* weights, const T* values, int64_t head_dim, float* const* output) {
+  for (int64_t t = 0; t < B; ++t) {
+    const T* value = values + t * head_dim;
+    for (int i = 0; i < N; ++i) {
+      const float weight = weights[i][t];
+      float* out = output[i];
+#pragma omp simd
+      for (int64_t d = 0; d < head_dim; ++d) out[d] += weight * widen(value[d]);
+    }
+  }
+}
+
+// Turns the first `seen` of `length` scores into exp(score - max), the others into 0; their sum.
+template <int64_t B>
+float exponentiate(float* scores, int64_t seen, int64_t length) {
+  std::fill(scores + seen, scores + length, -kInfinity);
+  float best = -kInfinity;
+#pragma omp simd reduction(max : best)
+  for (int64_t t = 0; t < length; ++t) best = std::max(best, scores[t]);
+  float lanes[B] = {};
+  for (int64_t b = 0; b < length; b += B) {
+#pragma omp simd
+    for (int64_t t = 0; t < B; ++t) {
+      const float e = std::exp(scores[b + t] - best);
+      scores[b + t] = e;
+      lanes[t] += e;
+    }
+  }
+  float sum = 0.f;
+  for (int64_t t = 0; t < B; ++t) sum += lanes[t];
+  return sum;
+}
+
+// Up to kTile query rows of one KV head against their sequence's context.
+template <typename T, int64_t B, int N>
+void attend_tile(const T* query, const T* keys, const T* values, const int32_t* table,
+                 const Task& task, int64_t kv_head, int64_t first, const Shape& shape, float scale,
+                 std::vector<float>& scratch, T* output) {
+  const int64_t dim = shape.head_dim;
+  const int64_t last_row = (first + N - 1) / shape.groups();
+  const int64_t length = (task.start + last_row + B) / B * B;
+  scratch.resize(N * (2 * dim + length));
+  float *q[N], *o[N], *scores[N], *at_block[N];
+  int64_t offsets[N], seen[N];
+  for (int i = 0; i < N; ++i) {
+    const int64_t row = (first + i) / shape.groups();
+    const int64_t head = kv_head * shape.groups() + (first + i) % shape.groups();
+    offsets[i] = ((task.first_row + row) * shape.heads + head) * dim;
+    seen[i] = task.start + row + 1;
+    q[i] = scratch.data() + i * (2 * dim + length);
+    o[i] = q[i] + dim;
+    scores[i] = o[i] + dim;
+    for (int64_t d = 0; d < dim; ++d) {
+      q[i][d] = widen(query[offsets[i] + d]);
+      o[i][d] = 0.f;
+    }
+  }
+  const int64_t block_size = shape.kv_heads * B * dim, in_block = kv_head * B * dim;
+  for (int64_t b = 0; b < length / B; ++b) {
+    for (int i = 0; i < N; ++i) at_block[i] = scores[i] + b * B;
+    score_block<T, B, N>(q, keys + table[b] * block_size + in_block, dim, scale, at_block);
+  }
+  float sums[N];
+  for (int i = 0; i < N; ++i) sums[i] = exponentiate<B>(scores[i], seen[i], length);
+  for (int64_t b = 0; b < length / B; ++b) {
+    for (int i = 0; i < N; ++i) at_block[i] = scores[i] + b * B;
+    weigh_block<T, B, N>(at_block, values + table[b] * block_size + in_block, dim, o);
+  }
+  for (int i = 0; i < N; ++i)
+    for (int64_t d = 0; d < dim; ++d)
+      output[offsets[i] + d] = static_cast<T>(o[i][d] / sums[i]);
+}
+
+template <typename T, int64_t B>
+void attend(const T* query, const T* keys, const T* values, const int32_t* table,
+            const Task& task, int64_t kv_head, const Shape& shape, float scale, T* output) {
+  std::vector<float> scratch;
+  const int64_t count = task.num_rows * shape.groups();
+  int64_t first = 0;
+  for (; first + kTile <= count; first += kTile)
+    attend_tile<T, B, kTile>(query, keys, values, table, task, kv_head, first, shape, scale, scratch,
+                          output);
+  const auto rest = [&](auto rows) {
+    attend_tile<T, B, decltype(rows)::value>(query, keys, values, table, task, kv_head, first, shape,
+                                          scale, scratch, output);
+  };
+  switch (count - first) {
+    case 3: rest(std::integral_constant<int, 3>()); break;
+    case 2: rest(std::integral_constant<int, 2>()); break;
+    case 1: rest(std::integral_constant<int, 1>()); break;
+    default: break;
+  }
+}
+
+template <typename T, int64_t B>
+void store(const at::Tensor& key, const at::Tensor& value, const int64_t* slots, T* keys,
+           T* values) {
+  const int64_t kv_heads = key.size(1), dim = key.size(2), per_head = B * dim;
+  for (int64_t r = 0; r < key.size(0); ++r) {
+    const int64_t block = slots[r] / B, at = slots[r] % B;
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      const T* from_key = key.data_ptr<T>() + r * key.stride(0) + h * key.stride(1);
+      const T* from_value = value.data_ptr<T>() + r * value.stride(0) + h * value.stride(1);
+      T* to_key = keys + (block * kv_heads + h) * per_head + at;
+      T* to_value = values + (block * kv_heads + h) * per_head + at * dim;
+      for (int64_t d = 0; d < dim; ++d) to_key[d * B] = from_key[d];
+      std::copy(from_value, from_value + dim, to_value);
+    }
+  }
+}
+
+template <typename T, int64_t B>
+void run_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                   at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
+                   const at::Tensor& tasks, const at::Tensor& tables, float scale,
+                   at::Tensor& output) {
+  const Shape shape{query.size(1), key.size(1), query.size(2)};
+  store<T, B>(key, value, slots.data_ptr<int64_t>(), keys.data_ptr<T>(), values.data_ptr<T>());
+  const int64_t* numbers = tasks.data_ptr<int64_t>();
+  const int32_t* table = tables.data_ptr<int32_t>();
+  at::parallel_for(0, tasks.size(0) * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t* row = numbers + i / shape.kv_heads * 4;
+      const Task task{row[0], row[1], row[2], row[3]};
+      attend<T, B>(query.data_ptr<T>(), keys.data_ptr<T>(), values.data_ptr<T>(),
+                table + task.table, task, i % shape.kv_heads, shape, scale,
+                output.data_ptr<T>());
+    }
+  });
+}
+
+template <typename T>
+void run_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
+                const at::Tensor& tasks, const at::Tensor& tables, float scale,
+                at::Tensor& output) {
+  const auto run = keys.size(-1) == 32 ? run_attention<T, 32> : run_attention<T, 8>;
+  run(query, key, value, keys, values, slots, tasks, tables, scale, output);
+}
+
+// query [rows, heads, head_dim], key and value [rows, kv_heads, head_dim], slots [rows],
+// tasks [n, 4] as struct Task, tables flat int32. Writes the rows' KV, then attends.
+at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           at::Tensor keys, at::Tensor values, const at::Tensor& slots,
+                           const at::Tensor& tasks, const at::Tensor& tables, double scale) {
+  TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1, "head_dim must be contiguous");
+  TORCH_CHECK(keys.size(-1) == 32 || keys.size(-1) == 8, "blocks must have 8 or 32 tokens");
+  const at::Tensor rows = query.contiguous();
+  at::Tensor output = at::empty_like(rows);
+  const bool is_bf16 = rows.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(is_bf16 || rows.scalar_type() == at::kFloat, "float32 or bfloat16 is needed");
+  const auto run = is_bf16 ? run_blocks<at::BFloat16> : run_blocks<float>;
+  run(rows, key, value, keys, values, slots, tasks, tables, static_cast<float>(scale), output);
+  return output;
+}
+
+template <typename T>
+void norm_rows(const T* input, const T* weight, T* output, int64_t rows, int64_t width,
+               float epsilon) {
+  for (int64_t r = 0; r < rows; ++r, input += width, output += width) {
+    float lanes[kLanes] = {};
+    const int64_t whole = width / kLanes * kLanes;
+    for (int64_t b = 0; b < whole; b += kLanes) {
+#pragma omp simd
+      for (int64_t t = 0; t < kLanes; ++t) {
+        const float x = widen(input[b + t]);
+        lanes[t] += x * x;
+      }
+    }
+    for (int64_t d = whole; d < width; ++d) lanes[d - whole] += widen(input[d]) * widen(input[d]);
+    float sum = 0.f;
+    for (int64_t t = 0; t < kLanes; ++t) sum += lanes[t];
+    const float scale = 1.f / std::sqrt(sum / static_cast<float>(width) + epsilon);
+#pragma omp simd
+    for (int64_t d = 0; d < width; ++d)
+      output[d] = static_cast<T>(widen(weight[d]) * widen(static_cast<T>(widen(input[d]) * scale)));
+  }
+}
+
+// weight * input / rms(input) over the last dimension, rounded before the weight as Llama does.
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double epsilon) {
+  const at::Tensor from = input.contiguous();
+  at::Tensor to = at::empty_like(from);
+  const int64_t width = from.size(-1), rows = from.numel() / width;
+  const float eps = static_cast<float>(epsilon);
+  if (from.scalar_type() == at::kBFloat16) {
+    norm_rows(from.data_ptr<at::BFloat16>(), weight.data_ptr<at::BFloat16>(),
+              to.data_ptr<at::BFloat16>(), rows, width, eps);
+  } else {
+    TORCH_CHECK(from.scalar_type() == at::kFloat, "float32 or bfloat16 is needed");
+    norm_rows(from.data_ptr<float>(), weight.data_ptr<float>(), to.data_ptr<float>(), rows, width,
+              eps);
+  }
+  return to;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(outrider_cpu, library) {
+  library.def(
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+      "Tensor slots, Tensor tasks, Tensor tables, float scale) -> Tensor");
+  library.def("rms_norm(Tensor input, Tensor weight, float epsilon) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(outrider_cpu, CPU, library) {
+  library.impl("paged_attention", &paged_attention);
+  library.impl("rms_norm", &rms_norm);
+}

@@ -1,0 +1,185 @@
+"""The engine's CUDA kernel: attention over paged KV, in Triton.
+
+The context is cut at fixed places (every `_SPLIT` tokens); a program attends with a few rows of one
+sequence to one piece, and a second kernel joins the pieces in order (flash decoding, Dao et al.
+2023). Which pieces there are depends on positions alone, never on who shares the pass.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_TOKENS = 32
+"""Tokens of a KV block."""
+
+TILE_ROWS = 4
+"""Rows of a sequence that one program takes."""
+
+_SPLIT = 256
+_KEYS_AT_ONCE = 64
+_MIN_DOT_ROWS = 16
+"""Least rows of a matrix product on tensor cores."""
+
+
+def paged_attention(
+    query: Tensor,  # [rows, heads, head_dim]
+    keys: Tensor,  # [slots, kv_heads, head_dim]
+    values: Tensor,  # [slots, kv_heads, head_dim]
+    tables: Tensor,  # [sequences, blocks] int32
+    positions: Tensor,  # [rows] int32, -1: no row
+    tiles: Tensor,  # [4, tiles] int32: sequence, first row, rows (0: none), first position
+    scale: float,
+    max_context: int,
+) -> Tensor:  # [rows, heads, head_dim]
+    """Each row attends to the positions of its sequence up to its own.
+
+    A tile holds at most TILE_ROWS consecutive rows of one sequence.
+    """
+    query = query.contiguous()
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    tile_rows = TILE_ROWS
+    while tile_rows * groups < _MIN_DOT_ROWS:
+        tile_rows *= 2
+    splits = -(-max_context // _SPLIT)
+    sums = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=query.device)
+    peaks = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
+    weights = torch.empty_like(peaks)
+    _attend_piece[(tiles.shape[1], kv_heads, splits)](
+        query,
+        keys,
+        values,
+        tables,
+        tiles,
+        sums,
+        peaks,
+        weights,
+        scale,
+        tiles.shape[1],
+        tables.stride(0),
+        keys.stride(0),
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        GROUPS=groups,
+        TILE=tile_rows,
+        BLOCK=BLOCK_TOKENS,
+        KEYS=_KEYS_AT_ONCE,
+        SPLIT=_SPLIT,
+        SPLITS=splits,
+    )
+    output = torch.empty_like(query)
+    _join_pieces[(rows, heads)](
+        sums,
+        peaks,
+        weights,
+        positions,
+        output,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        SPLIT=_SPLIT,
+        SPLITS=splits,
+    )
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_piece(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    tables,
+    tiles,
+    sums,
+    peaks,
+    weights,
+    scale,
+    num_tiles,
+    table_stride,
+    slot_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_rows = tl.load(tiles + 2 * num_tiles + tile)
+    first_position = tl.load(tiles + 3 * num_tiles + tile)
+    context = first_position + num_rows
+    start = split * SPLIT
+    if (num_rows == 0) | (start >= context):
+        return
+    sequence = tl.load(tiles + tile)
+    first_row = tl.load(tiles + num_tiles + tile)
+    m = tl.arange(0, TILE * GROUPS)
+    row = m // GROUPS
+    head = kv_head * GROUPS + m % GROUPS
+    d = tl.arange(0, HEAD_DIM)
+    is_row = row < num_rows
+    at_query = ((first_row + row) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(query + at_query, mask=is_row[:, None], other=0.0)
+    total = tl.zeros([TILE * GROUPS, HEAD_DIM], tl.float32)
+    peak = tl.full([TILE * GROUPS], -float("inf"), tl.float32)
+    weight = tl.zeros([TILE * GROUPS], tl.float32)
+    end = tl.minimum(start + SPLIT, context)
+    for first in range(start, end, KEYS):
+        token = first + tl.arange(0, KEYS)
+        exists = token < end
+        block = tl.load(tables + sequence * table_stride + token // BLOCK, mask=exists, other=0)
+        slot = block.to(tl.int64) * BLOCK + token % BLOCK
+        at_slot = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
+        k = tl.load(keys + at_slot, mask=exists[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k)) * scale
+        seen = (token[None, :] <= (first_position + row)[:, None]) & exists[None, :]
+        score = tl.where(seen, score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        # A row that sees nothing of this piece yet has no peak to subtract.
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        p = tl.exp(score - base[:, None])
+        shrink = tl.exp(peak - base)
+        v = tl.load(values + at_slot, mask=exists[:, None], other=0.0)
+        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+        weight = weight * shrink + tl.sum(p, 1)
+        peak = new_peak
+    piece = ((first_row + row) * HEADS + head) * SPLITS + split
+    tl.store(sums + piece[:, None] * HEAD_DIM + d[None, :], total, mask=is_row[:, None])
+    tl.store(peaks + piece, peak, mask=is_row)
+    tl.store(weights + piece, weight, mask=is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_pieces(  # type: ignore[no-untyped-def]
+    sums,
+    peaks,
+    weights,
+    positions,
+    output,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + row)
+    d = tl.arange(0, HEAD_DIM)
+    target = output + (row * HEADS + head) * HEAD_DIM + d
+    total = tl.zeros([HEAD_DIM], tl.float32)
+    peak = -float("inf")
+    weight = 0.0
+    first = (row * HEADS + head) * SPLITS
+    # A row that is only padding has position -1 and no pieces.
+    for split in range(position // SPLIT + 1):
+        other = tl.load(peaks + first + split)
+        new_peak = tl.maximum(peak, other)
+        shrink, grow = tl.exp(peak - new_peak), tl.exp(other - new_peak)
+        piece = tl.load(sums + (first + split) * HEAD_DIM + d)
+        total = total * shrink + piece * grow
+        weight = weight * shrink + tl.load(weights + first + split) * grow
+        peak = new_peak
+    weight = tl.where(position < 0, 1.0, weight)
+    tl.store(target, (total / weight).to(output.dtype.element_ty))
