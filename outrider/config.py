@@ -111,11 +111,14 @@ def _parse(name: str, value: Any, expected: Any) -> Any:
         expected = next(arg for arg in typing.get_args(expected) if arg is not type(None))
     if typing.get_origin(expected) is tuple:
         items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise InvalidArgument(f"{value!r} is not a list of texts", field=name)
         return tuple(item for item in items if item)
     try:
         if expected is bool and isinstance(value, str):
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        if expected is bool and not isinstance(value, bool):
+        # A file's values have types of their own; only a whole number may stand for a float.
+        if type(value) not in (str, expected) and (type(value), expected) != (int, float):
             raise ValueError
         return expected(value)
     except (KeyError, TypeError, ValueError) as error:

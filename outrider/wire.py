@@ -47,6 +47,7 @@ _REASONS = {
 }
 _REASONS_BACK = {value: key for key, value in _REASONS.items()}
 _MAX_STOP_IDS = 64
+_MAX_PROPOSER_BYTES = 64
 
 
 def require(condition: bool, message: str, field: str) -> None:
@@ -127,7 +128,10 @@ def spec_to_proto(spec: GenerationSpec) -> worker_pb2.GenerationSpec:
 def spec_from_proto(message: worker_pb2.GenerationSpec, *, vocab_size: int) -> GenerationSpec:
     """A generation's sampling, as a worker with this vocabulary can carry it out."""
     logprobs = message.logprobs if message.HasField("logprobs") else None
-    require(message.prompt_len >= 1, "must be at least 1", "prompt_len")
+    require(
+        1 <= message.prompt_len < 1 << 31, f"{message.prompt_len} is not in [1, 2^31)", "prompt_len"
+    )
+    require(message.min_tokens < 1 << 31, f"{message.min_tokens} is not in [0, 2^31)", "min_tokens")
     require(
         logprobs is None or logprobs <= MAX_LOGPROBS,
         f"{logprobs} is not in [0, {MAX_LOGPROBS}]",
@@ -183,6 +187,11 @@ def proposal_from_proto(message: common_pb2.Proposal, *, vocab_size: int) -> Pro
         "proposal.distributions",
     )
     check_token_ids(message.token_ids, vocab_size, "proposal.token_ids")
+    require(
+        len(message.proposer.encode()) <= _MAX_PROPOSER_BYTES,
+        f"at most {_MAX_PROPOSER_BYTES} bytes are allowed",
+        "proposal.proposer",
+    )
     return Proposal(
         token_ids=tuple(message.token_ids),
         parents=tuple(message.parents),

@@ -58,6 +58,7 @@ def open_channel(
         ("grpc.use_local_subchannel_pool", 1),
     ]
     interceptors = _bearer_interceptors(security)
+    _check_files(security)
     if not security.tls:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
     credentials = grpc.ssl_channel_credentials(
@@ -66,6 +67,15 @@ def open_channel(
         certificate_chain=_read(security.cert_file, "cert_file") if security.cert_file else None,
     )
     return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
+
+
+def _check_files(security: ChannelSecurity) -> None:
+    """Refuse half of what TLS needs: the channel would be weaker than it looks."""
+    if (security.cert_file or security.key_file) and not security.ca_file:
+        raise InvalidArgument("a client certificate needs the server's CA too", field="ca_file")
+    if bool(security.cert_file) != bool(security.key_file):
+        missing = "key_file" if security.cert_file else "cert_file"
+        raise InvalidArgument("a certificate and its key go together", field=missing)
 
 
 def _read(path: str, field: str) -> bytes:

@@ -116,7 +116,10 @@ class Server:
         await self.grpc.start()
 
     async def serving(self, info: dict[str, Any]) -> None:
-        """Health says SERVING, and the ready file appears."""
+        """Health says SERVING, and the ready file appears. SIGTERM and SIGINT drain from now on."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         if self._config.ready_file:
             content = {"address": self.address, "pid": os.getpid(), "info": info}
@@ -132,8 +135,6 @@ class Server:
     async def until_stopped(self, drain: Callable[[], Awaitable[None]]) -> None:
         """Wait for SIGTERM, SIGINT or `request_stop`; then drain within `drain_s` and end."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
         await self._stop.wait()
         logger.info("draining", extra={"seconds": self._config.drain_s})
         await self._health.enter_graceful_shutdown()
@@ -149,6 +150,8 @@ class Server:
 
     def _bind(self, address: str) -> int:
         config = self._config
+        if (config.tls_key or config.tls_client_ca) and not config.tls_cert:
+            raise InvalidArgument("TLS needs a certificate of the server", field="tls_cert")
         try:
             if not config.tls_cert:
                 return self.grpc.add_insecure_port(address)

@@ -52,7 +52,7 @@ class WorkerServicer:
 
         async def read() -> None:
             async for request in request_iterator:
-                for entry in request.entries[:_MAX_BATCH]:
+                for entry in request.entries:
                     self._worker.submit(entry, sink)
             outbox.put_nowait(None)
 

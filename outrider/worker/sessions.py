@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from outrider.engine.sequence import Sequence
 from outrider.token_log import TokenLog
+from outrider.types import is_session_id
 from outrider.v1 import worker_pb2
+from outrider.wire import require
 
 Key = tuple[str, int]
 """Session id and completion index."""
@@ -58,6 +60,9 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._sessions
+
     def idle(self) -> Iterator[tuple[Key, Session]]:
         """Sessions without work, least recently used first."""
         return (item for item in list(self._sessions.items()) if item[1].works == 0)
@@ -65,18 +70,27 @@ class SessionTable:
     def open(self, header: worker_pb2.EntryHeader) -> Session:
         """The session that an Open entry names, made or taken over by the entry's owner."""
         key = key_of(header)
-        session = self._sessions.get(key)
-        known = (session.epoch, session.owner_nonce) if session else self._closed.get(key)
-        if known:
-            _check_owner(header, *known)
+        if key in self._closed:
+            _check_owner(header, *self._closed[key])
+        session = self.take_over(header)
         if session is None:
-            session = self._sessions[key] = Session(header.epoch, header.owner_nonce)
+            session = Session(header.epoch, header.owner_nonce)
+            self._number(session, header)
+            self._sessions[key] = session
             self._closed.pop(key, None)
-        elif header.epoch > session.epoch:
+        self._sessions.move_to_end(key)
+        return session
+
+    def take_over(self, header: worker_pb2.EntryHeader) -> Session | None:
+        """The session that an entry of its owner, or of a new owner, names; None if unknown."""
+        session = self._sessions.get(key_of(header))
+        if session is None:
+            return None
+        _check_owner(header, session.epoch, session.owner_nonce)
+        if header.epoch > session.epoch:
             session.epoch, session.owner_nonce = header.epoch, header.owner_nonce
             session.last_number = 0
         self._number(session, header)
-        self._sessions.move_to_end(key)
         return session
 
     def get(self, header: worker_pb2.EntryHeader) -> Session:
@@ -112,6 +126,17 @@ class SessionTable:
                 field="number",
             )
         session.last_number = header.number
+
+
+def check_header(header: worker_pb2.EntryHeader) -> None:
+    """Refuse to open what no owner can mean; later entries must match an open session."""
+    require(is_session_id(header.session_id), "must be 22 of [A-Za-z0-9_-]", "session_id")
+    require(header.completion <= 255, f"{header.completion} is not in [0, 255]", "completion")
+    require(header.epoch >= 1, "must be at least 1", "epoch")
+    if header.adapter:
+        raise Refusal(
+            worker_pb2.REFUSAL_REASON_UNSUPPORTED, "this worker has no adapters", field="adapter"
+        )
 
 
 def key_of(header: worker_pb2.EntryHeader) -> Key:

@@ -19,7 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
-from outrider.errors import InvalidArgument, OutriderError
+from outrider.errors import InvalidArgument, OutriderError, Unsupported
 from outrider.types import GenerationSpec, WorkTiming
 from outrider.v1 import worker_pb2
 from outrider.wire import spec_from_proto
@@ -30,6 +30,7 @@ from outrider.worker.sessions import (
     SessionTable,
     TokensMissing,
     advance_base,
+    check_header,
     key_of,
 )
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 ReplySink = Callable[[worker_pb2.Reply], None]
 
 _IDLE_CHECK_S = 1.0
+_MAX_TIMEOUT_MS = 86_400_000
 
 
 class Tier(Protocol):
@@ -114,7 +116,8 @@ class Worker:
 
     def submit(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
         """Hand in an entry; `sink` gets its one reply, on the worker's thread."""
-        self._inbox.put(lambda: self._handle(entry, sink))
+        arrived = time.monotonic()
+        self._inbox.put(lambda: self._handle(entry, sink, arrived))
 
     def submit_bulk(
         self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
@@ -157,15 +160,15 @@ class Worker:
             return True
         return False
 
-    def _handle(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
+    def _handle(self, entry: worker_pb2.Entry, sink: ReplySink, arrived: float) -> None:
         reply: worker_pb2.Reply | None
         try:
-            reply = self._carry_out(entry, sink)
+            reply = self._carry_out(entry, sink, arrived)
         except TokensMissing as missing:
             reply = worker_pb2.Reply(need_tokens=self._need_tokens(missing))
         except Exception as error:
             reply = worker_pb2.Reply(refused=self._refused(error))
-        if reply is not None:
+        if reply is not None and not entry.HasField("cancel"):
             _send(entry.header, reply, sink)
 
     def _handle_bulk(
@@ -183,7 +186,9 @@ class Worker:
             response.refused.CopyFrom(self._refused(error))
         sink(response)
 
-    def _carry_out(self, entry: worker_pb2.Entry, sink: ReplySink) -> worker_pb2.Reply | None:
+    def _carry_out(
+        self, entry: worker_pb2.Entry, sink: ReplySink, arrived: float
+    ) -> worker_pb2.Reply | None:
         op = entry.WhichOneof("op")
         if op == "cancel":
             self._cancel(entry.header, entry.cancel.through_number)
@@ -194,12 +199,14 @@ class Worker:
             return self._open(entry)
         if op is None:
             raise InvalidArgument("an entry must say what to do", field="op")
-        self._begin(entry, sink)
+        self._begin(entry, sink, arrived)
         return None
 
     def _open(self, entry: worker_pb2.Entry) -> worker_pb2.Reply:
         spec = spec_from_proto(entry.open.spec, vocab_size=self._vocab_size)
-        self._make_room()
+        check_header(entry.header)
+        if key_of(entry.header) not in self._sessions:
+            self._make_room()
         session = self._sessions.open(entry.header)
         self._drop_work(
             lambda task: task.session is session and task.entry.header.epoch < session.epoch
@@ -209,6 +216,8 @@ class Worker:
         return worker_pb2.Reply(opened=worker_pb2.Opened(have_len=held))
 
     def _make_room(self) -> None:
+        if self.draining:
+            raise Refusal(worker_pb2.REFUSAL_REASON_DRAINING, "the worker is about to stop")
         if len(self._sessions) < self.limits.max_sessions:
             return
         for key, _ in self._sessions.idle():
@@ -220,7 +229,7 @@ class Worker:
             f"{self.limits.max_sessions} sessions are busy; retry later",
         )
 
-    def _begin(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
+    def _begin(self, entry: worker_pb2.Entry, sink: ReplySink, arrived: float) -> None:
         header = entry.header
         session = self._sessions.get(header)
         sequence = session.sequence
@@ -250,6 +259,9 @@ class Worker:
                 worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED,
                 f"{work.reserve} tokens do not fit into KV for {self._engine.capacity_tokens}",
             )
+        # Time spent in the inbox, while a pass ran, is the request's time too.
+        work.deadline -= work.arrived - arrived
+        work.arrived = arrived
         work.owner = _Task(entry, session, sink)
         session.works += 1
         self._queued += 1
@@ -269,14 +281,19 @@ class Worker:
             self._finish(work, worker_pb2.Reply(refused=self._refused(error)))
         if not result.ready:
             return
-        replies: list[worker_pb2.Reply | None]
-        try:
-            replies = self._tier.advance(result.ready)
-        except Exception as error:
-            replies = [worker_pb2.Reply(refused=self._refused(error)) for _ in result.ready]
+        replies = self._advance(result.ready)
         for (work, _), reply in zip(result.ready, replies, strict=True):
             if reply is not None:
                 self._finish(work, reply)
+
+    def _advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply | None]:
+        try:
+            return self._tier.advance(ready)
+        except Exception as error:
+            if len(ready) == 1:
+                return [worker_pb2.Reply(refused=self._refused(error))]
+            logger.exception("%d sessions could not go on together; one by one", len(ready))
+            return [reply for item in ready for reply in self._advance((item,))]
 
     def _finish(self, work: Work, reply: worker_pb2.Reply) -> None:
         self._engine.scheduler.finish(work)
@@ -314,12 +331,8 @@ class Worker:
         )
 
     def _close(self, header: worker_pb2.EntryHeader) -> worker_pb2.Reply:
-        try:
-            session = self._sessions.get(header)
-        except Refusal as refusal:
-            if refusal.reason != worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION:
-                raise
-        else:
+        session = self._sessions.take_over(header)
+        if session:
             self._drop_work(lambda task: task.session is session)
             self._forget(key_of(header))
         return worker_pb2.Reply(closed=worker_pb2.Closed())
@@ -354,6 +367,8 @@ class Worker:
             reason, message, field = error.reason, error.message, error.field
         elif isinstance(error, OutriderError):
             reason = worker_pb2.REFUSAL_REASON_INVALID_ARGUMENT
+            if isinstance(error, Unsupported):
+                reason = worker_pb2.REFUSAL_REASON_UNSUPPORTED
             message, field = error.message, error.field
         else:
             logger.error("an entry failed", exc_info=error)
@@ -375,8 +390,10 @@ def timing_of(work: Work) -> WorkTiming:
 
 def deadline_of(header: worker_pb2.EntryHeader) -> float:
     """The entry's deadline on this machine's monotonic clock; one is always there."""
-    if header.timeout_ms < 1:
-        raise InvalidArgument("must be at least 1", field="timeout_ms")
+    if not 1 <= header.timeout_ms <= _MAX_TIMEOUT_MS:
+        raise InvalidArgument(
+            f"{header.timeout_ms} is not in [1, {_MAX_TIMEOUT_MS}]", field="timeout_ms"
+        )
     return time.monotonic() + header.timeout_ms / 1000
 
 

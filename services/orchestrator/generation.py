@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 import outrider
@@ -97,7 +97,7 @@ class Generation:
         self._stats = SpeculationStats()
         self._times = RoundTimes()
 
-    async def responses(self) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    async def responses(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """What the client gets, each response once its tokens are in the store."""
         pieces: asyncio.Queue[Piece | OutriderError] = asyncio.Queue(_MAX_PIECES_AHEAD)
         tasks = [

@@ -24,6 +24,7 @@ KNOWN_CAPABILITIES = frozenset(
 _MAX_BATCH = 256
 _INFO_TIMEOUT_S = 5.0
 _RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_HANG_UP_S = 2.0
 
 ReplyKey = tuple[str, int, int, int]
 """Session id, completion, epoch, number."""
@@ -64,6 +65,8 @@ class WorkerLink:
         self.info: worker_pb2.InfoResponse | None = None
         self.refused: OutriderError | None = None
         self.counters = LinkCounters()
+        self.draining = False
+        """The worker takes no new sessions: it is about to go."""
         self.active = 0
         """Generations that use the link now."""
         self._channel = open_channel(address, security)
@@ -73,7 +76,8 @@ class WorkerLink:
             else target_pb2_grpc.TargetServiceStub(self._channel)  # type: ignore[no-untyped-call]
         )
         self._waiting: dict[ReplyKey, asyncio.Future[worker_pb2.Reply]] = {}
-        self._outbox: asyncio.Queue[worker_pb2.Entry] = asyncio.Queue()
+        self._outbox: asyncio.Queue[worker_pb2.Entry | None] = asyncio.Queue()
+        self._closing = False
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -86,7 +90,12 @@ class WorkerLink:
         self._task = asyncio.create_task(self._maintain(), name=f"link-{self.address}")
 
     async def close(self) -> None:
+        """Send what was posted, sessions to be closed say, and hang up."""
+        self._closing = True
+        self._outbox.put_nowait(None)
         if self._task:
+            if self.up:
+                await asyncio.wait([self._task], timeout=_HANG_UP_S)
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
@@ -173,6 +182,8 @@ class WorkerLink:
                 self.refused = error
                 logger.error("worker refused", extra={"address": self.address, "why": str(error)})
             self._set_info(None)
+            if self._closing:
+                return
             await asyncio.sleep(_RECONNECT_S[min(attempt, len(_RECONNECT_S) - 1)])
             attempt += 1
 
@@ -180,6 +191,7 @@ class WorkerLink:
         self._outbox = asyncio.Queue()
         call = self._stub.Run(self._batches(self._outbox))
         self.refused = None
+        self.draining = info.draining
         self._set_info(info)
         logger.info("worker up", extra={"tier": self.tier, "address": self.address})
         try:
@@ -206,12 +218,16 @@ class WorkerLink:
 
     @staticmethod
     async def _batches(
-        outbox: "asyncio.Queue[worker_pb2.Entry]",
+        outbox: "asyncio.Queue[worker_pb2.Entry | None]",
     ) -> AsyncIterator[worker_pb2.RunRequest]:
-        while True:
-            batch = [await outbox.get()]
+        """What is in the outbox, until a None."""
+        while (entry := await outbox.get()) is not None:
+            batch = [entry]
             while not outbox.empty() and len(batch) < _MAX_BATCH:
-                batch.append(outbox.get_nowait())
+                if (entry := outbox.get_nowait()) is None:
+                    yield worker_pb2.RunRequest(entries=batch)
+                    return
+                batch.append(entry)
             yield worker_pb2.RunRequest(entries=batch)
 
     def _set_info(self, info: worker_pb2.InfoResponse | None) -> None:

@@ -160,9 +160,11 @@ def _same_tokenizer(info: worker_pb2.InfoResponse, model: ServedModel) -> bool:
 
 def _serves(link: WorkerLink, model: ServedModel) -> bool:
     info = link.info
-    return info is not None and info.model_fingerprint == model.info.model_fingerprint
+    if info is None or link.draining:
+        return False
+    return info.model_fingerprint == model.info.model_fingerprint
 
 
 def _fits(link: WorkerLink, model: ServedModel) -> bool:
     info = link.info
-    return info is not None and _same_tokenizer(info, model)
+    return info is not None and not link.draining and _same_tokenizer(info, model)

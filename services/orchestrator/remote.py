@@ -57,6 +57,8 @@ class RemoteSession:
         self._log = log
         self._number = 0
         self._incarnation = 0
+        self._asked = 0
+        """Incarnation that an Open went to, answered or not: it may hold the session."""
         self._held = 0
         """Tokens of the log that the worker is thought to hold; it says so when it does not."""
         self.reused = 0
@@ -88,11 +90,12 @@ class RemoteSession:
 
     def close(self) -> None:
         """Free the session's KV there."""
-        if self._is_open:
+        info = self.link.info
+        if info is not None and self._asked == info.incarnation:
             entry = self._entry(timeout_s=10.0)
             entry.close.SetInParent()
             self.link.post(entry)
-            self._incarnation = 0
+        self._incarnation = self._asked = 0
 
     @property
     def _is_open(self) -> bool:
@@ -108,7 +111,10 @@ class RemoteSession:
             raise errors.Unavailable(f"the {self.link.tier} at {self.link.address} is away")
         entry = self._entry(_left(deadline))
         entry.open.spec.CopyFrom(spec_to_proto(self._spec))
+        self._asked = info.incarnation
         reply = await self._send(entry, deadline)
+        if reply.refused.reason == worker_pb2.REFUSAL_REASON_DRAINING:
+            self.link.draining = True  # Look for another one.
         if not reply.HasField("opened"):
             raise _error(reply)
         self._incarnation = info.incarnation

@@ -20,7 +20,7 @@ from outrider.rpc.auth import Authenticator
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
 from outrider.token_log import TokenLog
-from outrider.types import new_session_id
+from outrider.types import Fence, new_session_id
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider.wire import mode_to_proto, reason_to_proto, sampling_to_proto
 from services.orchestrator.config import OrchestratorConfig
@@ -37,6 +37,9 @@ from services.orchestrator.requests import (
 )
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_values import GenerationRecord, StoredSession
+
+_FREE_S = 3.0
+"""Seconds that generations cut off at the end of draining get to free what they hold."""
 
 Context = grpc.aio.ServicerContext
 if TYPE_CHECKING:
@@ -74,8 +77,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             with self._admitted(tenant, request.request_id):
                 generation = await self._start(request, tenant, context)
                 try:
-                    async for response in generation.responses():
-                        yield response
+                    # Its decoding must have ended before `end`, or it would open sessions anew.
+                    async with contextlib.aclosing(generation.responses()) as responses:
+                        async for response in responses:
+                            yield response
                 finally:
                     # A cancelled call must free what it holds all the same.
                     await asyncio.shield(generation.end())
@@ -172,14 +177,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         else:
             log = TokenLog()
             plan = self._plan(request, model, log)
-            fence = await self._store.create(
-                plan.session_id,
-                tenant=tenant,
-                model=model.name,
-                adapter="",
-                tokenizer_fingerprint=model.info.tokenizer_fingerprint,
-                owner=self._owner,
-            )
+            fence = await self._create(plan.session_id, model, tenant)
         return Generation(
             plan,
             model,
@@ -201,6 +199,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             arrived=arrived,
             deadline=arrived + self._time_left(context),
         )
+
+    async def _create(self, session_id: str, model: ServedModel, tenant: str) -> Fence:
+        """A new session; gone again when the call is cancelled before its generation exists."""
+        creating = asyncio.create_task(
+            self._store.create(
+                session_id,
+                tenant=tenant,
+                model=model.name,
+                adapter="",
+                tokenizer_fingerprint=model.info.tokenizer_fingerprint,
+                owner=self._owner,
+            )
+        )
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OutriderError):
+                await self._store.delete(await creating)
+            raise
 
     def _plan(
         self, request: generation_pb2.GenerateRequest, model: ServedModel, log: TokenLog
@@ -301,6 +318,7 @@ async def serve(config: OrchestratorConfig) -> None:
         await server.start()
         await server.serving({"models": [model.name for model in registry.models]})
         await server.until_stopped(lambda: servicer.drain(config.drain_s))
+        await servicer.drain(_FREE_S)
     finally:
         await registry.close()
         await store.close()
