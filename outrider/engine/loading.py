@@ -1,62 +1,18 @@
 """Loading a model: weights, tokenizer and the fingerprints that tell pairs apart."""
 
-import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from outrider.engine import attention, model_files
+from outrider.engine import attention, model_files, synthetic
+from outrider.engine.loaded_model import LoadedModel, TokenizerFiles
 from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """What an orchestrator needs of a tokenizer, and the fingerprint that a pair must share."""
-
-    tokenizer_json: str
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-    fingerprint: str
-
-    def to_json(self) -> bytes:
-        """The object that TargetService.GetTokenizer sends."""
-        return json.dumps(
-            {
-                "tokenizer": json.loads(self.tokenizer_json),
-                "chat_template": self.chat_template,
-                "bos_token": self.bos_token,
-                "eos_token": self.eos_token,
-            }
-        ).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A causal language model of `transformers`, ready for the engine."""
-
-    name: str
-    folder: Path
-    model: nn.Module
-    config: Any
-    tokenizer: TokenizerFiles
-    fingerprint: str
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    context_length: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def named(self, name: str) -> "LoadedModel":
-        """The same model under another name."""
-        return dataclasses.replace(self, name=name)
 
 
 def load_model(
@@ -73,6 +29,10 @@ def load_model(
     the first CUDA device where there is one. Raises InvalidArgument for an unknown reference and
     Unsupported for a model whose cache cannot be rolled back.
     """
+    torch_device = _device(device)
+    torch_dtype = _dtype(dtype, torch_device)
+    if reference.startswith(synthetic.PREFIX):
+        return synthetic.load_synthetic(reference, dtype=torch_dtype, device=torch_device)
     files = model_files.resolve(
         reference, tier=tier, cache_dir=cache_dir or model_files.default_cache_dir()
     )
@@ -80,8 +40,6 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch_device = _device(device)
-    torch_dtype = _dtype(dtype, torch_device)
     config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False)
     check_supported(config)
     _check_attention(config)

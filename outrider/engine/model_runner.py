@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kv_pool import KvShape, Rows, make_pool
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loaded_model import LoadedModel
 
 
 class ModelRunner:

@@ -13,7 +13,8 @@ import torch
 from outrider.config import setting
 from outrider.engine import cpu_kernels
 from outrider.engine.kv_pool import KvShape, Rows
-from outrider.engine.loading import LoadedModel, load_model
+from outrider.engine.loaded_model import LoadedModel
+from outrider.engine.loading import load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.surgery import optimise
 from outrider.errors import InvalidArgument

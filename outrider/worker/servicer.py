@@ -9,7 +9,7 @@ from typing import TypeVar
 import grpc.aio
 
 import outrider
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loaded_model import LoadedModel
 from outrider.types import MAX_PROPOSAL_TOKENS
 from outrider.v1 import worker_pb2
 from outrider.worker.worker import Worker

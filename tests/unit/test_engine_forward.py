@@ -11,7 +11,7 @@ from worker_harness import load, make_runner, plain_logits, random_tokens
 
 from outrider.engine import attention
 from outrider.engine.engine import Engine
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.model_runner import Rows
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.engine import cpu_kernels
-from outrider.engine.loading import LoadedModel, load_model
+from outrider.engine.loaded_model import LoadedModel
+from outrider.engine.loading import load_model
 from outrider.engine.model_files import default_cache_dir
 from outrider.engine.model_runner import ModelRunner
 from outrider.token_log import TokenLog

@@ -1,0 +1,53 @@
+"""A model in memory, and what others need to know of it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What an orchestrator needs of a tokenizer, and the fingerprint that a pair must share."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    fingerprint: str
+
+    def to_json(self) -> bytes:
+        """The object that TargetService.GetTokenizer sends."""
+        return json.dumps(
+            {
+                "tokenizer": json.loads(self.tokenizer_json),
+                "chat_template": self.chat_template,
+                "bos_token": self.bos_token,
+                "eos_token": self.eos_token,
+            }
+        ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model of `transformers`, ready for the engine."""
+
+    name: str
+    folder: Path
+    model: nn.Module
+    config: Any
+    tokenizer: TokenizerFiles
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def named(self, name: str) -> "LoadedModel":
+        """The same model under another name."""
+        return dataclasses.replace(self, name=name)
