@@ -21,13 +21,16 @@ class RowLayout(Protocol):
 
     def attend(
         self,
-        layer: int,
+        module: torch.nn.Module,
         query: Tensor,  # [rows, heads, head_dim]
         key: Tensor,  # [rows, kv_heads, head_dim]
         value: Tensor,  # [rows, kv_heads, head_dim]
         scaling: float,
     ) -> Tensor:  # [rows, heads, head_dim]
-        """Write the rows' keys and values into the pool; each row attends to its own context."""
+        """Write the rows' keys and values into the pool; each row attends to its own context.
+
+        `module` is the model's attention module; its layer's part of the pool is meant.
+        """
 
 
 def paged_attention(
@@ -45,7 +48,7 @@ def paged_attention(
     if row_layout is None:
         raise RuntimeError("paged attention needs a row layout")
     output = row_layout.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
+        module,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

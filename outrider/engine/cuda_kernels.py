@@ -22,21 +22,25 @@ _MIN_DOT_ROWS = 16
 """Least rows of a matrix product on tensor cores."""
 
 
+@torch.library.custom_op("outrider_cuda::paged_attention", mutates_args=("keys", "values"))
 def paged_attention(
     query: Tensor,  # [rows, heads, head_dim]
+    key: Tensor,  # [rows, kv_heads, head_dim]
+    value: Tensor,  # [rows, kv_heads, head_dim]
     keys: Tensor,  # [slots, kv_heads, head_dim]
     values: Tensor,  # [slots, kv_heads, head_dim]
-    tables: Tensor,  # [sequences, blocks] int32
-    positions: Tensor,  # [rows] int32, -1: no row
+    slots: Tensor,  # [rows] int32, -1: no row
+    positions: Tensor,  # [rows] int32
     tiles: Tensor,  # [4, tiles] int32: sequence, first row, rows (0: none), first position
+    tables: Tensor,  # [sequences, blocks] int32
     scale: float,
     max_context: int,
 ) -> Tensor:  # [rows, heads, head_dim]
-    """Each row attends to the positions of its sequence up to its own.
+    """Write the rows' KV; each row then attends to the positions of its sequence up to its own.
 
     A tile holds at most TILE_ROWS consecutive rows of one sequence.
     """
-    query = query.contiguous()
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
@@ -47,6 +51,8 @@ def paged_attention(
     sums = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=query.device)
     peaks = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
     weights = torch.empty_like(peaks)
+    output = torch.empty_like(query)
+    _store_rows[(rows,)](key, value, keys, values, slots, WIDTH=kv_heads * head_dim)
     _attend_piece[(tiles.shape[1], kv_heads, splits)](
         query,
         keys,
@@ -69,11 +75,11 @@ def paged_attention(
         SPLIT=_SPLIT,
         SPLITS=splits,
     )
-    output = torch.empty_like(query)
     _join_pieces[(rows, heads)](
         sums,
         peaks,
         weights,
+        slots,
         positions,
         output,
         HEADS=heads,
@@ -82,6 +88,22 @@ def paged_attention(
         SPLITS=splits,
     )
     return output
+
+
+@paged_attention.register_fake
+def _(query: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rows(key, value, keys, values, slots, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    at = tl.arange(0, WIDTH)
+    tl.store(keys + slot * WIDTH + at, tl.load(key + row * WIDTH + at))
+    tl.store(values + slot * WIDTH + at, tl.load(value + row * WIDTH + at))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -157,6 +179,7 @@ def _join_pieces(  # type: ignore[no-untyped-def]
     sums,
     peaks,
     weights,
+    slots,
     positions,
     output,
     HEADS: tl.constexpr,
@@ -165,15 +188,16 @@ def _join_pieces(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(positions + row)
     d = tl.arange(0, HEAD_DIM)
     target = output + (row * HEADS + head) * HEAD_DIM + d
+    if tl.load(slots + row) < 0:  # Padding: its output is never looked at, but must be a number.
+        tl.store(target, tl.zeros([HEAD_DIM], output.dtype.element_ty))
+        return
     total = tl.zeros([HEAD_DIM], tl.float32)
     peak = -float("inf")
     weight = 0.0
     first = (row * HEADS + head) * SPLITS
-    # A row that is only padding has position -1 and no pieces.
-    for split in range(position // SPLIT + 1):
+    for split in range(tl.load(positions + row) // SPLIT + 1):
         other = tl.load(peaks + first + split)
         new_peak = tl.maximum(peak, other)
         shrink, grow = tl.exp(peak - new_peak), tl.exp(other - new_peak)
@@ -181,5 +205,4 @@ def _join_pieces(  # type: ignore[no-untyped-def]
         total = total * shrink + piece * grow
         weight = weight * shrink + tl.load(weights + first + split) * grow
         peak = new_peak
-    weight = tl.where(position < 0, 1.0, weight)
     tl.store(target, (total / weight).to(output.dtype.element_ty))

@@ -3,17 +3,29 @@
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.engine.block_manager import BlockManager
 from outrider.engine.kv_pool import Rows
-from outrider.engine.model_runner import ModelRunner
 from outrider.engine.scheduler import Chunk, Scheduler, Work
 from outrider.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What runs a pass: `ModelRunner` on a CPU, `CudaRunner` on a GPU."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block."""
+
+    def forward(self, batch: list[Rows]) -> Tensor:
+        """Logits [logits rows of all, vocab] float32, in the order of `batch`, valid until the
+        next pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +41,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         *,
         num_blocks: int,
         max_rows: int,

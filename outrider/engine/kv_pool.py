@@ -1,4 +1,4 @@
-"""The KV pools, and where the rows of a pass belong in them: one kind a device."""
+"""The KV pool of a CPU, and where the rows of a pass belong in it."""
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -102,12 +102,13 @@ class CpuLayout:
 
     def attend(
         self,
-        layer: int,
+        module: torch.nn.Module,
         query: Tensor,  # [rows, heads, head_dim]
         key: Tensor,  # [rows, kv_heads, head_dim]
         value: Tensor,  # [rows, kv_heads, head_dim]
         scaling: float,
     ) -> Tensor:  # [rows, heads, head_dim]
+        layer: int = module.layer_idx  # type: ignore[assignment]
         output: Tensor = torch.ops.outrider_cpu.paged_attention(
             query,
             key,
@@ -120,101 +121,3 @@ class CpuLayout:
             scaling,
         )
         return output
-
-
-class CudaPool:
-    """The same on a CUDA device, for the Triton kernel: keys and values [layers, slots, …]."""
-
-    def __init__(self, shape: KvShape, num_blocks: int, device: torch.device) -> None:
-        from outrider.engine import cuda_kernels
-
-        self._kernels = cuda_kernels
-        self.block_tokens = cuda_kernels.BLOCK_TOKENS
-        size = (shape.layers, num_blocks * self.block_tokens, shape.kv_heads, shape.head_dim)
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
-
-    def layout(self, batch: Tokens[Rows]) -> "CudaLayout":
-        """Where the rows of a pass belong."""
-        size = self.block_tokens
-        slots: list[int] = []
-        positions: list[int] = []
-        tiles: list[tuple[int, int, int, int]] = []
-        tables: list[list[int]] = []
-        for number, rows in enumerate(batch):
-            first_row = len(slots)
-            stop = rows.start + len(rows.token_ids)
-            positions.extend(range(rows.start, stop))
-            slots.extend(rows.blocks[p // size] * size + p % size for p in range(rows.start, stop))
-            tables.append(list(rows.blocks[: -(-stop // size)]))
-            for start in range(rows.start, stop, self._kernels.TILE_ROWS):
-                count = min(self._kernels.TILE_ROWS, stop - start)
-                tiles.append((number, first_row + start - rows.start, count, start))
-        width = max(len(table) for table in tables)
-        device = self.keys.device
-        return CudaLayout(
-            self,
-            torch.tensor(slots, device=device),
-            torch.tensor(positions, dtype=torch.int32, device=device),
-            torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(device),
-            torch.tensor(
-                [table + [0] * (width - len(table)) for table in tables],
-                dtype=torch.int32,
-                device=device,
-            ),
-            max_context=max(positions) + 1,
-        )
-
-    def attend(
-        self,
-        layout: "CudaLayout",
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-    ) -> Tensor:
-        keys, values = self.keys[layer], self.values[layer]
-        keys.index_copy_(0, layout.slots, key)
-        values.index_copy_(0, layout.slots, value)
-        return self._kernels.paged_attention(
-            query,
-            keys,
-            values,
-            layout.tables,
-            layout.positions,
-            layout.tiles,
-            scale,
-            layout.max_context,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CudaLayout:
-    """A `RowLayout` (outrider.engine.attention) for the Triton kernel."""
-
-    pool: CudaPool
-    slots: Tensor  # [rows] int64
-    positions: Tensor  # [rows] int32
-    tiles: Tensor  # [4, tiles] int32: sequence, first row, rows, first position
-    tables: Tensor  # [sequences, blocks] int32
-    max_context: int
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [rows, heads, head_dim]
-        key: Tensor,  # [rows, kv_heads, head_dim]
-        value: Tensor,  # [rows, kv_heads, head_dim]
-        scaling: float,
-    ) -> Tensor:  # [rows, heads, head_dim]
-        return self.pool.attend(self, layer, query, key, value, scaling)
-
-
-def make_pool(
-    shape: KvShape, num_blocks: int, block_tokens: int, device: torch.device
-) -> CpuPool | CudaPool:
-    """The pool for a device."""
-    if device.type == "cuda":
-        return CudaPool(shape, num_blocks, device)
-    return CpuPool(shape, num_blocks, block_tokens)

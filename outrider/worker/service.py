@@ -12,6 +12,7 @@ import torch
 
 from outrider.config import setting
 from outrider.engine import cpu_kernels
+from outrider.engine.engine import Runner
 from outrider.engine.kv_pool import KvShape, Rows
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.loading import load_model
@@ -106,22 +107,45 @@ def _build(
         raise InvalidArgument(f"{config.kv_memory} is too little for any KV", field="kv_memory")
     limits = WorkerLimits(
         num_blocks=num_blocks,
-        max_rows=config.max_rows,
+        max_rows=_max_rows(config.max_rows, loaded),
         max_sessions=config.max_sessions,
         context_length=context,
         session_idle_s=config.session_idle_s,
     )
-    runner = ModelRunner(loaded, num_blocks=num_blocks, block_tokens=_BLOCK_TOKENS)
-    _warm_up(runner, loaded)
+    runner = _make_runner(loaded, limits)
     worker = Worker(runner, make_tier(loaded, context), limits, vocab_size=loaded.vocab_size)
     return worker, loaded
 
 
-def _warm_up(runner: ModelRunner, loaded: LoadedModel) -> None:
-    """Run the row counts of decoding and verification once, so that no request pays for it."""
+def _max_rows(asked: int, loaded: LoadedModel) -> int:
+    if asked < 1:
+        raise InvalidArgument(f"{asked} is not at least 1", field="max_rows")
+    if loaded.device.type == "cuda":
+        from outrider.engine.cuda_runner import MAX_ROWS
+
+        return min(asked, MAX_ROWS)
+    return asked
+
+
+def _make_runner(loaded: LoadedModel, limits: WorkerLimits) -> Runner:
+    """The runner for the model's device, warmed up: no request pays for a first time."""
+    if loaded.device.type == "cuda":
+        from outrider.engine.cuda_runner import CudaRunner
+
+        cuda_runner = CudaRunner(
+            loaded,
+            num_blocks=limits.num_blocks,
+            max_rows=limits.max_rows,
+            max_context=limits.context_length,
+        )
+        seconds = cuda_runner.warm_up()
+        logger.info("compiled and captured", extra={"seconds": round(seconds, 1)})
+        return cuda_runner
+    runner = ModelRunner(loaded, num_blocks=limits.num_blocks, block_tokens=_BLOCK_TOKENS)
     for rows in (1, 2, 5, 9, MAX_PROPOSAL_TOKENS // 4 + 1):
         token_ids = [i % loaded.vocab_size for i in range(rows)]
         runner.forward([Rows(token_ids, start=0, blocks=[0], num_logits=rows)])
+    return runner
 
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "": 1}

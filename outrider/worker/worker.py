@@ -15,8 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.engine.engine import Engine
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.engine import Engine, Runner
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidArgument, OutriderError, Unsupported
@@ -88,7 +87,7 @@ class Worker:
     """`submit` and `call` may be used from any thread; the rest happens on the worker's own."""
 
     def __init__(
-        self, runner: ModelRunner, tier: Tier, limits: WorkerLimits, *, vocab_size: int
+        self, runner: Runner, tier: Tier, limits: WorkerLimits, *, vocab_size: int
     ) -> None:
         self.limits = limits
         self.counters: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """The draft service: a worker that proposes."""
 
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loaded_model import LoadedModel
 from outrider.rpc.server import Server, run_service
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.worker.service import WorkerConfig, serve_worker

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loaded_model import LoadedModel
 from outrider.rpc.server import Server, run_service
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.worker.service import WorkerConfig, serve_worker
