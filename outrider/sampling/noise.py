@@ -122,6 +122,12 @@ def exponentials(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Exponentials of the token ids from `first` on, fp32 [rows, count]."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        from outrider.sampling import cuda_noise  # Needs Triton, which a CPU build lacks.
+
+        words = np.stack((keys.seeds, keys.positions, keys.round_starts))
+        return cuda_noise.exponentials(words, int(stream), count, first, device)
     return to_exponentials(uniforms(stream, keys, count, first, device))
 
 
