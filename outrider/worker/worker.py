@@ -22,6 +22,7 @@ from outrider.errors import InvalidArgument, OutriderError, Unsupported
 from outrider.types import GenerationSpec, WorkTiming
 from outrider.v1 import worker_pb2
 from outrider.wire import spec_from_proto
+from outrider.worker.gathering import ReturnWindow
 from outrider.worker.sessions import (
     Key,
     Refusal,
@@ -104,6 +105,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="outrider-worker", daemon=True)
         self._queued = 0
+        self._window = ReturnWindow()
 
     def start(self) -> None:
         self._thread.start()
@@ -140,18 +142,28 @@ class Worker:
 
     def _loop(self) -> None:
         next_sweep = time.monotonic() + _IDLE_CHECK_S
-        while self._read_inbox(wait=not self._engine.scheduler.works):
+        while self._read_inbox(0.0 if self._engine.scheduler.works else _IDLE_CHECK_S):
             if self._engine.scheduler.works:
+                if not self._gather():
+                    return
                 self._drop_expired()
                 self._step()
             if time.monotonic() >= next_sweep:
                 self._close_idle()
                 next_sweep = time.monotonic() + _IDLE_CHECK_S
 
-    def _read_inbox(self, *, wait: bool) -> bool:
-        """Handle what is there; False when the worker is to stop."""
+    def _gather(self) -> bool:
+        """Let those come back who are about to; False when the worker is to stop."""
+        while (wait_s := self._window.wait_s(time.monotonic())) > 0:
+            if not self._read_inbox(wait_s):
+                return False
+        self._window.close()
+        return True
+
+    def _read_inbox(self, timeout_s: float) -> bool:
+        """Handle what is there or comes in time; False when the worker is to stop."""
         try:
-            handle = self._inbox.get(block=wait, timeout=_IDLE_CHECK_S if wait else None)
+            handle = self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None)
             while handle is not None:
                 handle()
                 handle = self._inbox.get_nowait()
@@ -263,6 +275,7 @@ class Worker:
         work.arrived = arrived
         work.owner = _Task(entry, session, sink)
         session.works += 1
+        self._window.returned(key_of(header), time.monotonic())
         self._queued += 1
         self._engine.scheduler.submit(work)
 
@@ -275,7 +288,9 @@ class Worker:
             )
 
     def _step(self) -> None:
+        started = time.monotonic()
         result = self._engine.step()
+        self._window.passed(time.monotonic() - started)
         for work, error in result.failed:
             self._finish(work, worker_pb2.Reply(refused=self._refused(error)))
         if not result.ready:
@@ -298,6 +313,7 @@ class Worker:
         self._engine.scheduler.finish(work)
         self._account(work.owner)
         _send(work.owner.entry.header, reply, work.owner.sink)
+        self._window.answered(key_of(work.owner.entry.header), time.monotonic())
 
     def _account(self, task: _Task) -> None:
         task.session.works -= 1
@@ -338,6 +354,7 @@ class Worker:
 
     def _forget(self, key: Key) -> None:
         session = self._sessions.close(key)
+        self._window.returned(key, time.monotonic())
         if session:
             self._engine.scheduler.release(session.sequence)
 

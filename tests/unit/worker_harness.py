@@ -123,7 +123,7 @@ class Bench:
 
     def pump(self) -> None:
         """One turn of a worker that has no thread: what came in, then one pass."""
-        self.worker._read_inbox(wait=False)
+        self.worker._read_inbox(0.0)
         self.worker._step()
 
     def settle(self) -> None:

@@ -1,0 +1,62 @@
+"""When a pass waits for sessions that have just been answered."""
+
+from outrider.worker.gathering import ReturnWindow
+
+
+def learned(*, trip_s: float, pass_s: float) -> ReturnWindow:
+    """A window that has seen many trips and passes of these lengths."""
+    window = ReturnWindow()
+    for turn in range(200):
+        window.passed(pass_s)
+        window.answered("a", float(turn))
+        window.returned("a", turn + trip_s)
+    return window
+
+
+def test_nobody_is_waited_for_when_nobody_was_answered():
+    assert learned(trip_s=0.001, pass_s=0.02).wait_s(1000.0) == 0.0
+
+
+def test_a_short_trip_is_waited_for_twice_its_length():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    window.answered("b", 1000.0)
+    assert abs(window.wait_s(1000.0) - 0.002) < 1e-6
+    assert window.wait_s(1000.0021) == 0.0
+
+
+def test_who_is_back_is_not_waited_for():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    window.answered("b", 1000.0)
+    window.returned("b", 1000.0005)
+    assert window.wait_s(1000.0006) == 0.0
+
+
+def test_a_trip_that_is_long_beside_a_pass_is_not_waited_for():
+    window = learned(trip_s=0.010, pass_s=0.02)
+    window.answered("b", 1000.0)
+    assert window.wait_s(1000.0) == 0.0
+
+
+def test_a_pass_that_has_started_ends_the_waiting():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    window.answered("b", 1000.0)
+    window.close()
+    assert window.wait_s(1000.0) == 0.0
+
+
+def test_one_that_never_returns_costs_one_window_only():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    window.answered("gone", 1000.0)
+    assert window.wait_s(1000.0) > 0
+    window.close()
+    window.answered("b", 1000.02)
+    window.returned("b", 1000.021)
+    assert window.wait_s(1000.021) == 0.0
+
+
+def test_a_long_pause_is_soon_forgotten():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    window.answered("a", 1000.0)
+    window.returned("a", 2000.0)
+    window.answered("b", 3000.0)
+    assert 0 < window.wait_s(3000.0) < 0.02
