@@ -58,5 +58,8 @@ def test_a_long_pause_is_soon_forgotten():
     window = learned(trip_s=0.001, pass_s=0.02)
     window.answered("a", 1000.0)
     window.returned("a", 2000.0)
+    for turn in range(2001, 2006):
+        window.answered("a", float(turn))
+        window.returned("a", turn + 0.001)
     window.answered("b", 3000.0)
     assert 0 < window.wait_s(3000.0) < 0.02
