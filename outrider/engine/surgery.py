@@ -5,10 +5,15 @@ own, and bf16 weights are laid out once as oneDNN wants them. Modules keep their
 model's own code goes on calling `q_proj`, `k_proj`, `v_proj` in that order and notices nothing.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from outrider.engine import cpu_kernels
+
+_PACKED_FOR_ROWS = 4
+"""The layout is tuned for a row count but serves any; rounds carry few rows."""
 
 _FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -19,15 +24,16 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach()
-        # The layout is tuned for a row count but serves any; rounds carry few rows.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 4)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._one_row_differs = self._measure()
+        self._least_rows = _least_rows(self.in_features, self.out_features)
 
     def forward(self, rows: Tensor) -> Tensor:  # [..., rows, in] -> [..., rows, out]
-        if self._one_row_differs and rows.shape[-2] == 1:
-            return self._multiply(rows.expand(*rows.shape[:-2], 2, -1))[..., :1, :]
+        count = rows.shape[-2]
+        if count < self._least_rows:
+            padding = rows.new_zeros(*rows.shape[:-2], self._least_rows - count, self.in_features)
+            return self._multiply(torch.cat((rows, padding), dim=-2))[..., :count, :]
         return self._multiply(rows)
 
     def _multiply(self, rows: Tensor) -> Tensor:
@@ -36,18 +42,29 @@ class PackedLinear(nn.Module):
         )
         return result
 
-    def _measure(self) -> bool:
-        """Whether a row alone gets other bits than the same row among others.
 
-        oneDNN sums in another order for one row of some widths. Rows must not depend on their
-        neighbours (docs/design.md, deterministic mode), so that shape is avoided then.
-        """
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(32, self.in_features, generator=generator).to(torch.bfloat16)
-        together = self._multiply(rows)
-        return any(
-            not torch.equal(self._multiply(rows[i : i + 1])[0], together[i]) for i in range(32)
-        )
+@functools.cache
+def _least_rows(in_features: int, out_features: int) -> int:
+    """Rows from which on a row's bits do not depend on how many rows there are, measured.
+
+    oneDNN sums in another order for one row of some widths. Rows must not depend on their
+    neighbours (docs/design.md, deterministic mode), so such shapes are padded.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out_features, in_features, generator=generator).to(torch.bfloat16)
+    rows = torch.randn(128, in_features, generator=generator).to(torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+
+    def multiply(some: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(some, packed, None, "none", [], "")
+        return result
+
+    together = multiply(rows)
+    for count in (1, 2, 4, 8):
+        parts = [multiply(rows[i : i + count]) for i in range(0, len(rows), count)]
+        if torch.equal(torch.cat(parts), together):
+            return count
+    return 1
 
 
 class _FusedFirst(nn.Module):
