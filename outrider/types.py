@@ -94,6 +94,16 @@ class Proposal:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def cut(self, length: int) -> "Proposal":
+        """The first `length` guesses of a chain."""
+        if length >= len(self):
+            return self
+        return Proposal(
+            self.token_ids[:length],
+            distributions=self.distributions[:length],
+            proposer=self.proposer,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:

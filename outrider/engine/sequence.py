@@ -29,10 +29,15 @@ class Sequence:
         The last `num_logits` tokens are left out: they are computed, because their logits are
         wanted.
         """
+        return min(self._shared(tokens), len(tokens) - num_logits)
+
+    def committed_kv(self) -> int:
+        """Committed tokens whose KV exists."""
+        return self._shared(self.log.tokens)
+
+    def _shared(self, tokens: Tokens[int]) -> int:
         limit = min(len(self.cached), len(tokens))
         if self.cached[:limit] == tokens[:limit]:
-            common = limit
-        else:
-            pairs = zip(self.cached, tokens, strict=False)
-            common = next(i for i, (cached, token) in enumerate(pairs) if cached != token)
-        return min(common, len(tokens) - num_logits)
+            return limit
+        pairs = zip(self.cached, tokens, strict=False)
+        return next(i for i, (cached, token) in enumerate(pairs) if cached != token)

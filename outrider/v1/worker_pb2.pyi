@@ -137,10 +137,12 @@ class ReplyHeader(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., completion: _Optional[int] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., owner_nonce: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("have_len",)
+    __slots__ = ("have_len", "cached_len")
     HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
+    CACHED_LEN_FIELD_NUMBER: _ClassVar[int]
     have_len: int
-    def __init__(self, have_len: _Optional[int] = ...) -> None: ...
+    cached_len: int
+    def __init__(self, have_len: _Optional[int] = ..., cached_len: _Optional[int] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ()

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +63,16 @@ async def serve_worker(
 ) -> None:
     """Serve until stopped. `make_tier` gets the model and the context length."""
     server = Server(config, [service_name])
-    worker, loaded = await asyncio.to_thread(_build, config, tier_name, make_tier)
+    # Everything of torch happens on one thread. Each thread that runs a parallel region has a pool
+    # of OpenMP threads, and with two pools on the cores of one OpenMP stops spinning between
+    # regions: a pass then takes a third longer.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-engine")
+    loop = asyncio.get_running_loop()
+    worker, loaded = await loop.run_in_executor(thread, _build, config, tier_name, make_tier)
     servicer = make_servicer(worker, loaded, incarnation=new_nonce(), capabilities=capabilities)
     add_servicer(server, servicer)
-    worker.start()
+    running = loop.run_in_executor(thread, worker.run)
+    running.add_done_callback(lambda _: server.request_stop())
     try:
         await server.start()
         info = servicer.info()
@@ -80,7 +87,8 @@ async def serve_worker(
         )
         await server.until_stopped(lambda: servicer.drain(config.drain_s))
     finally:
-        await asyncio.to_thread(worker.stop)
+        worker.stop()
+        await running
 
 
 def _build(

@@ -16,6 +16,8 @@ from outrider.worker.worker import Worker
 
 PROTOCOL_VERSION = 1
 _MAX_BATCH = 1024
+_QUIET_S = 1.0
+"""Between two rounds of a generation there is less than this."""
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
@@ -36,6 +38,7 @@ class WorkerServicer:
         self.loaded = loaded
         self._incarnation = incarnation
         self._capabilities = capabilities
+        self._outboxes: set[asyncio.Queue[worker_pb2.Reply | None]] = set()
 
     async def Run(
         self,
@@ -44,6 +47,7 @@ class WorkerServicer:
     ) -> AsyncIterator[worker_pb2.RunResponse]:
         """Entries in, replies out, until the orchestrator ends the stream."""
         outbox: asyncio.Queue[worker_pb2.Reply | None] = asyncio.Queue()
+        self._outboxes.add(outbox)
         loop = asyncio.get_running_loop()
 
         def sink(reply: worker_pb2.Reply) -> None:
@@ -61,6 +65,7 @@ class WorkerServicer:
             while (batch := await _next_batch(outbox)) is not None:
                 yield worker_pb2.RunResponse(replies=batch)
         finally:
+            self._outboxes.discard(outbox)
             reader.cancel()
             self._worker.abandon(sink)
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError):
@@ -118,11 +123,18 @@ class WorkerServicer:
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new sessions; return when no work is left or the time is over."""
+        """Take no new sessions; end the streams when no round has come for a while, or the time
+        is over."""
         self._worker.draining = True
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._worker.load.queued and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.05)
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        quiet_since = now()
+        while now() < min(deadline, quiet_since + _QUIET_S):
+            if self._worker.load.queued:
+                quiet_since = now()
+            await asyncio.sleep(0.02)
+        for outbox in self._outboxes:
+            outbox.put_nowait(None)
 
 
 async def _next_batch(

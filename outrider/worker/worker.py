@@ -103,17 +103,19 @@ class Worker:
             find_idle=self._idle_sequences,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name="outrider-worker", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="outrider-worker", daemon=True)
         self._queued = 0
         self._window = ReturnWindow()
 
     def start(self) -> None:
+        """Run on a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the pass that is running."""
+        """End `run` after the pass that is running."""
         self._inbox.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def submit(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
         """Hand in an entry; `sink` gets its one reply, on the worker's thread."""
@@ -140,7 +142,8 @@ class Worker:
 
     # --- the worker's thread ------------------------------------------------------------------
 
-    def _loop(self) -> None:
+    def run(self) -> None:
+        """Work until `stop`; the calling thread is the worker's thread."""
         next_sweep = time.monotonic() + _IDLE_CHECK_S
         while self._read_inbox(0.0 if self._engine.scheduler.works else _IDLE_CHECK_S):
             if self._engine.scheduler.works:
@@ -223,8 +226,11 @@ class Worker:
             lambda task: task.session is session and task.entry.header.epoch < session.epoch
         )
         session.sequence.spec = spec
-        held = len(session.sequence.log)
-        return worker_pb2.Reply(opened=worker_pb2.Opened(have_len=held))
+        return worker_pb2.Reply(
+            opened=worker_pb2.Opened(
+                have_len=len(session.sequence.log), cached_len=session.sequence.committed_kv()
+            )
+        )
 
     def _make_room(self) -> None:
         if self.draining:

@@ -81,7 +81,7 @@ class Decoder:
         return max(min(self.controller.next_length(), self.output.remaining - 1, room), 0)
 
     async def _round(self, length: int) -> Piece:
-        proposed, draft_us, fell_back = await self._propose(length)
+        proposed, draft_us, failure = await self._propose(length)
         started = time.perf_counter()
         verdict, compute_us, dropped = await self._verify(proposed.proposal)
         verify_us = _elapsed_us(started)
@@ -96,18 +96,24 @@ class Decoder:
                 verdict.num_proposed, verdict.num_accepted, draft_us / 1e6, verify_us / 1e6
             )
         )
-        stats = round_stats(verdict)
+        # A proposal that did not come in time still comes, and is dropped then.
+        dropped += isinstance(failure, DeadlineExceeded)
+        stats = replace(
+            round_stats(verdict),
+            dropped_proposals=dropped,
+            fallback_rounds=int(failure is not None),
+        )
         return Piece(
             released,
-            replace(stats, dropped_proposals=dropped, fallback_rounds=int(fell_back)),
+            stats,
             RoundTimes(draft_us, verify_us, proposed.compute_us, compute_us),
         )
 
-    async def _propose(self, length: int) -> tuple[Proposed, int, bool]:
-        """A proposal, how long it took, and whether the proposer failed."""
+    async def _propose(self, length: int) -> tuple[Proposed, int, OutriderError | None]:
+        """A proposal, how long it took, and why there is none if the proposer failed."""
         nothing = Proposed(Proposal())
         if length == 0 or self.proposer is None:
-            return nothing, 0, False
+            return nothing, 0, None
         started = time.perf_counter()
         try:
             proposed = await self.proposer.propose(length, self.deadline)
@@ -115,8 +121,8 @@ class Decoder:
             if time.monotonic() >= self.deadline:
                 raise
             logger.debug("decoding plainly: %s", error)
-            return nothing, _elapsed_us(started), True
-        return proposed, _elapsed_us(started), False
+            return nothing, _elapsed_us(started), error
+        return proposed, _elapsed_us(started), None
 
     async def _verify(self, proposal: Proposal) -> tuple[Verdict, int, int]:
         """The verdict, the target's computing time, and how many proposals were dropped.

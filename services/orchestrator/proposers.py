@@ -93,10 +93,10 @@ class DraftModel:
         reply = await self._remote.call(set_op, deadline)
         if not reply.HasField("proposed"):
             raise Unsupported("the draft's reply holds no proposal")
-        return Proposed(
-            proposal_from_proto(reply.proposed.proposal, vocab_size=self._vocab_size),
-            timing_from_proto(reply.proposed.timing).compute_us,
-        )
+        proposal = proposal_from_proto(reply.proposed.proposal, vocab_size=self._vocab_size)
+        # A draft that guesses on unasked would fill the target's passes.
+        asked = proposal if proposal.parents else proposal.cut(num_tokens)
+        return Proposed(asked, timing_from_proto(reply.proposed.timing).compute_us)
 
     def close(self) -> None:
         self._remote.cancel()

@@ -62,7 +62,7 @@ class RemoteSession:
         self._held = 0
         """Tokens of the log that the worker is thought to hold; it says so when it does not."""
         self.reused = 0
-        """Tokens that it held when the session was opened for this generation."""
+        """Tokens whose KV it held when the session was opened for this generation."""
 
     async def call(
         self, set_op: Callable[[worker_pb2.Entry, worker_pb2.TokenDelta], None], deadline: float
@@ -118,7 +118,8 @@ class RemoteSession:
         if not reply.HasField("opened"):
             raise _error(reply)
         self._incarnation = info.incarnation
-        self._held = self.reused = min(reply.opened.have_len, len(self._log))
+        self._held = min(reply.opened.have_len, len(self._log))
+        self.reused = min(reply.opened.cached_len, len(self._log))
         return self._is_open
 
     async def _attempt(

@@ -58,7 +58,7 @@ class Verifier:
         if proposal.parents:
             raise Unsupported("this target verifies chains only", field="proposal.parents")
         base_len = len(sequence.log)
-        proposal = _cut(proposal, self._context_length - base_len - 1)
+        proposal = proposal.cut(self._context_length - base_len - 1)
         return Work(
             sequence=sequence,
             tokens=[*sequence.log.tokens, *proposal.token_ids],
@@ -178,16 +178,6 @@ def _with_logprobs(verdict: Verdict, verification: _Verification, logits: Tensor
         verdict.num_accepted,
         verdict.num_proposed,
         logprobs=tuple(position_logprobs(rows, verdict.token_ids, top)),
-    )
-
-
-def _cut(proposal: Proposal, length: int) -> Proposal:
-    if length >= len(proposal):
-        return proposal
-    return Proposal(
-        proposal.token_ids[:length],
-        distributions=proposal.distributions[:length],
-        proposer=proposal.proposer,
     )
 
 

@@ -7,6 +7,17 @@ from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
+
+from outrider.errors import (
+    AlreadyRunning,
+    Fenced,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+)
+from outrider.types import Fence, FinishReason, chain_hash, new_session_id
+from services.orchestrator.store import SessionStore
 from store_servers import (
     KINDS,
     Server,
@@ -19,17 +30,6 @@ from store_servers import (
     record,
     running_server,
 )
-
-from outrider.errors import (
-    AlreadyRunning,
-    Fenced,
-    InvalidArgument,
-    NotFound,
-    PermissionDenied,
-    ResourceExhausted,
-)
-from outrider.types import Fence, FinishReason, chain_hash, new_session_id
-from services.orchestrator.store import SessionStore
 
 
 @pytest.fixture(scope="module", params=KINDS)

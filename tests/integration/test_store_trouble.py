@@ -15,20 +15,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from redis.asyncio import Redis
-from store_servers import (
-    KINDS,
-    Link,
-    Server,
-    begin,
-    binary,
-    commit,
-    create,
-    free_port,
-    log_of,
-    open_store,
-    running_link,
-    running_server,
-)
 
 from outrider.errors import (
     Cancelled,
@@ -44,6 +30,20 @@ from outrider.types import Fence, chain_hash, new_session_id
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_client import RIGHTS
 from services.orchestrator.store_commit import CommitQueue
+from store_servers import (
+    KINDS,
+    Link,
+    Server,
+    begin,
+    binary,
+    commit,
+    create,
+    free_port,
+    log_of,
+    open_store,
+    running_link,
+    running_server,
+)
 
 
 def need(kind: str) -> None:
