@@ -23,6 +23,9 @@ class OrchestratorConfig(ServerConfig):
     store_cert: str = setting("", help="PEM client certificate for the store")
     store_key: str = setting("", help="PEM key of that certificate")
     store_timeout_s: float = setting(2.0, help="seconds that one store operation may take")
+    store_retry_s: float = setting(
+        10.0, help="seconds that a commit is repeated while the store is away"
+    )
     worker_ca: str = setting("", help="PEM CA of the workers' certificates; switches TLS on")
     worker_cert: str = setting("", help="PEM client certificate for the workers (mTLS)")
     worker_key: str = setting("", help="PEM key of that certificate")

@@ -47,6 +47,7 @@ class Surroundings:
     store: SessionStore
     registry: ModelRegistry
     lease_s: float
+    store_retry_s: float
     draft_timeout_s: float
     target_wait_s: float
 
@@ -179,7 +180,11 @@ class Generation:
             ),
         )
         self._commits = CommitQueue(
-            self._around.store, self._fence, durable_len=plan.prompt_len, prefix_hash=prefix_hash
+            self._around.store,
+            self._fence,
+            durable_len=plan.prompt_len,
+            prefix_hash=prefix_hash,
+            retry_for_s=self._around.store_retry_s,
         )
         return self._commits
 

@@ -193,6 +193,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 store=self._store,
                 registry=self._registry,
                 lease_s=self._config.lease_s,
+                store_retry_s=self._config.store_retry_s,
                 draft_timeout_s=self._config.draft_timeout_s,
                 target_wait_s=self._config.target_wait_s,
             ),

@@ -170,7 +170,11 @@ async def own_store(stack: Rig, parts: Parts, tmp_path: Path) -> AsyncIterator[t
     """A store of its own before the shared workers."""
     with running_server("valkey", tmp_path) as server:
         async with parts.orchestrator(
-            server.url, targets=stack.targets, drafts=stack.drafts, store_timeout_s=0.5
+            server.url,
+            targets=stack.targets,
+            drafts=stack.drafts,
+            store_timeout_s=0.5,
+            store_retry_s=3.0,
         ) as rig:
             yield server, rig
 

@@ -10,7 +10,7 @@ import torch
 
 from outrider.sampling import Stream, block, coupled_picks, uniforms
 from outrider.sampling.noise import NoiseKeys
-from tests.statistical.simulation import (
+from simulation import (
     Faults,
     Models,
     Run,
@@ -22,7 +22,7 @@ from tests.statistical.simulation import (
     words,
 )
 
-SAMPLES = 40_000
+SAMPLES = 24_000
 ALL_LENGTHS = (3, 8, 1, 6, 2, 7, 4, 5)
 PASS, FAIL = 1e-4, 1e-6
 
@@ -131,7 +131,7 @@ def test_block_verification_accepts_what_the_theorem_says_and_more_than_token_wi
 def test_coupled_acceptance_is_what_the_race_gives(kind):
     """P(equal picks) = sum_x 1 / sum_y max(t(y)/t(x), d(y)/d(x)) >= (1 - TV) / (1 + TV)."""
     models = Models.build(kind)
-    samples = 40_000
+    samples = 24_000
     for context in (0, 17, 100):
         target, draft = (m[context].double().exp() for m in (models.target, models.draft))
         pairs = torch.maximum(target[None] / target[:, None], draft[None] / draft[:, None])

@@ -151,13 +151,17 @@ async def test_draining_waits_for_work_and_takes_no_new_sessions(folder):
         call = stub.Run()
         owner = Owner(bench, random_tokens(9))
         await exchange(call, [owner.open_entry()])
-        await asyncio.wait_for(servicer.drain(5.0), TIMEOUT_S)
+        draining = asyncio.create_task(servicer.drain(30.0))
+        await asyncio.sleep(0)
         info = await stub.Info(worker_pb2.InfoRequest(), timeout=TIMEOUT_S)
         assert info.draining
         (reply,) = await exchange(call, [Owner(bench, [1]).open_entry()])
         assert refusal(reply)[0] == "draining"
         (reply,) = await exchange(call, [owner.verify_entry()])
         verdict_of(reply)
+        # Once no round has come for a while, drain ends the idle stream and itself.
+        await asyncio.wait_for(draining, TIMEOUT_S)
+        assert await asyncio.wait_for(call.read(), TIMEOUT_S) is grpc.aio.EOF
 
 
 async def test_the_tokenizer_arrives_in_pieces(folder):
