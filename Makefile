@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 
 demo: setup  ## start four processes, ask SmolLM2 a question, stop them
 	$(BIN)/outrider generate --show-speculation --max-tokens 160 \
-	  "Explain in a few sentences why the sky is blue, and why sunsets are red."
+	  "How do I make a cup of tea? Give me numbered steps."
 
 test: setup  ## all tests but the long ones
 	$(BIN)/pytest

@@ -30,7 +30,7 @@ class OrchestratorConfig(ServerConfig):
     worker_cert: str = setting("", help="PEM client certificate for the workers (mTLS)")
     worker_key: str = setting("", help="PEM key of that certificate")
     worker_token_file: str = setting("", help="file with the bearer token for the workers")
-    num_speculative_tokens: int = setting(4, help="guesses per round unless a request says")
+    num_speculative_tokens: int = setting(3, help="guesses per round unless a request says")
     proposer: str = setting("draft", help="what guesses by default", choices=PROPOSER_NAMES)
     draft_timeout_s: float = setting(
         2.0, help="seconds a proposal may take before the round goes on without"

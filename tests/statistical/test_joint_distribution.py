@@ -7,9 +7,6 @@ fault that is known has a negative control here that must fail.
 
 import pytest
 import torch
-
-from outrider.sampling import Stream, block, coupled_picks, uniforms
-from outrider.sampling.noise import NoiseKeys
 from simulation import (
     Faults,
     Models,
@@ -21,6 +18,9 @@ from simulation import (
     target_rows,
     words,
 )
+
+from outrider.sampling import Stream, block, coupled_picks, uniforms
+from outrider.sampling.noise import NoiseKeys
 
 SAMPLES = 24_000
 ALL_LENGTHS = (3, 8, 1, 6, 2, 7, 4, 5)
