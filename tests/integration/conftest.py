@@ -119,7 +119,7 @@ async def guessing(stack: Rig, parts: Parts) -> AsyncIterator[Guessing]:
 
     async with ScriptedDraft(await stack.info(stack.targets[0]), silent) as draft:
         async with parts.orchestrator(
-            stack.store_url, targets=stack.targets, drafts=[draft.address], draft_timeout_s=0.3
+            stack.store_url, targets=stack.targets, drafts=[draft.address], draft_timeout_s=0.8
         ) as rig:
             rig.drafts = ()  # `held` asks real workers only
             yield Guessing(rig, draft, Truth())

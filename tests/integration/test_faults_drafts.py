@@ -77,7 +77,7 @@ async def test_late_answers_are_dropped(guessing: Guessing) -> None:
     """Answers come after the draft's timeout, some of them while the next ask is under way."""
 
     async def script(ask: Ask, say: Say) -> None:
-        await asyncio.sleep(0.5 if ask.position < 3 else 0)
+        await asyncio.sleep(1.1 if ask.position < 3 else 0)
         say(wrong(ask, guessing.truth) if ask.position < 3 else right(ask, guessing.truth))
 
     done = await run(guessing, script, length=400)
