@@ -170,12 +170,16 @@ class CudaRunner:
     def forward(self, batch: Tokens[Rows]) -> Tensor:  # [logits rows of all, vocab] float32
         """Run the rows; logits come in the order of `batch`, float32, valid until the next pass."""
         total = sum(len(rows.token_ids) for rows in batch)
-        bucket = next(bucket for bucket in self._buckets if bucket.rows >= total)
+        bucket = self.bucket_for(total)
         wanted = bucket.fill(batch)
         if bucket.graph is None or bucket.logits is None:
             return self._pass(bucket)[:wanted]
         bucket.graph.replay()
         return bucket.logits[:wanted]
+
+    def bucket_for(self, rows: int) -> _Bucket:
+        """The smallest bucket that takes so many rows."""
+        return next(bucket for bucket in self._buckets if bucket.rows >= rows)
 
     def _pass(self, bucket: _Bucket) -> Tensor:
         output = self.model(
