@@ -1,7 +1,6 @@
 """Which KV blocks are whose: allocation in runs, so that a sequence's KV tends to lie in one piece.
 
-On a CPU, attention over one piece needs no gathering; where a run cannot grow in place the
-sequence gets blocks elsewhere and attention gathers them.
+Attention finds blocks by their table, wherever they lie; runs only help caches and prefetching.
 """
 
 import numpy as np
