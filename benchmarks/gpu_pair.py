@@ -33,6 +33,8 @@ async def main() -> None:
             "OUTRIDER_DRAFT_CONTEXT_LENGTH": "2048",
             "OUTRIDER_TARGET_KV_MEMORY": args.kv_memory,
             "OUTRIDER_DRAFT_KV_MEMORY": args.kv_memory,
+            "OUTRIDER_TARGET_GATHER_PASSES": str(args.gather),
+            "OUTRIDER_DRAFT_GATHER_PASSES": str(args.gather),
             "OUTRIDER_TARGET_MAX_ROWS": "256",
             "OUTRIDER_DRAFT_MAX_ROWS": "256",
         },
@@ -105,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-memory", default="8GiB")
+    parser.add_argument("--gather", type=float, default=4.0, help="see --gather-passes of workers")
     return parser.parse_args()
 
 

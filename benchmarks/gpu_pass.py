@@ -1,8 +1,9 @@
-"""One pass of the engine on a GPU, by rows and sequences: the graph alone, and a whole step.
+"""The engine on a GPU, by rows and sequences: one pass, what sampling adds, and the draft's loop.
 
     python benchmarks/gpu_pass.py synthetic:8b,eps=0.01 synthetic:1b
 
-A step fills the inputs, replays the graph and reads the argmax of every row. Medians in ms.
+"graph" is the pass alone on the device. The others are whole steps, inputs filled and the tokens
+drawn read: greedy, and T=1 with top-p 0.95. Medians in ms.
 """
 
 import statistics
@@ -12,47 +13,68 @@ import time
 import torch
 
 from outrider.engine.cuda_runner import CudaRunner
-from outrider.engine.kv_pool import Rows
 from outrider.engine.loading import load_model
+from outrider.engine.rows import Draw, Rows
 from outrider.engine.surgery import optimise
+from outrider.types import GenerationSpec, SamplingParams
 
 CONTEXT = 200
-CASES = ((1, 1), (1, 2), (1, 5), (1, 9), (8, 1), (8, 5), (32, 1), (32, 2))
+PASSES = ((1, 1), (1, 2), (1, 5), (1, 9), (8, 1), (8, 5), (32, 1), (32, 2), (32, 5))
+LOOPS = (1, 8, 32)
+STEPS = 4
 
 
 def main() -> None:
     for reference in sys.argv[1:]:
         loaded = load_model(reference, tier="target", dtype="bfloat16", device="cuda")
         optimise(loaded.model)
-        runner = CudaRunner(loaded, num_blocks=512, max_rows=64, max_context=2048)
+        runner = CudaRunner(loaded, num_blocks=512, max_rows=256, max_context=2048)
         print(f"{reference}: compiled and captured in {runner.warm_up():.1f} s", flush=True)
-        for sequences, rows in CASES:
-            measure(runner, sequences, rows)
+        for sequences, rows in PASSES:
+            graph = graph_ms(runner, sequences * rows)
+            greedy, sampled = (step_ms(runner, sequences, rows, 1, t) for t in (0.0, 1.0))
+            print(
+                f"  {sequences} sequences of {rows} rows: graph {graph:.2f}, step greedy "
+                f"{greedy:.2f}, sampled {sampled:.2f}",
+                flush=True,
+            )
+        for sequences in LOOPS:
+            greedy, sampled = (step_ms(runner, sequences, 2, STEPS, t) for t in (0.0, 1.0))
+            print(
+                f"  {sequences} sequences draft {STEPS} tokens: greedy {greedy:.2f}, "
+                f"sampled {sampled:.2f}",
+                flush=True,
+            )
 
 
-def measure(runner: CudaRunner, sequences: int, rows: int) -> None:
+def step_ms(runner: CudaRunner, sequences: int, rows: int, steps: int, temperature: float) -> float:
+    sampling = SamplingParams(temperature=temperature, top_p=0.95 if temperature else 1.0, seed=1)
+    num_logits = rows if steps == 1 else 1
+    draw = Draw(GenerationSpec(sampling), CONTEXT + rows - num_logits + 1, steps)
     batch = [
-        Rows(list(range(rows)), CONTEXT, list(range(8 * i, 8 * i + 16)), rows)
+        Rows(list(range(rows)), CONTEXT, list(range(8 * i, 8 * i + 16)), num_logits, draw)
         for i in range(sequences)
     ]
-    steps, graphs = [], []
+    took = []
     for _ in range(45):
         started = time.perf_counter()
-        runner.forward(batch).argmax(-1).tolist()
-        steps.append(time.perf_counter() - started)
-    bucket = runner.bucket_for(sequences * rows)
+        runner.run(batch)
+        took.append(time.perf_counter() - started)
+    return statistics.median(took[5:]) * 1e3
+
+
+def graph_ms(runner: CudaRunner, rows: int) -> float:
+    bucket = runner.bucket_for(rows)
+    assert bucket.graph is not None
+    took = []
     for _ in range(20):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         bucket.graph.replay()
         after.record()
         after.synchronize()
-        graphs.append(before.elapsed_time(after))
-    print(
-        f"  {sequences} sequences of {rows} rows: graph {statistics.median(graphs):.2f}, "
-        f"step {statistics.median(steps[5:]) * 1e3:.2f}",
-        flush=True,
-    )
+        took.append(before.elapsed_time(after))
+    return statistics.median(took)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ class TimeStats:
     verify_compute_us: int = 0
     first_token_us: int = 0
     total_us: int = 0
+    draft_worker_us: int = 0
+    verify_worker_us: int = 0
+    rounds_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,17 +120,20 @@ def _category(results: Sequence[RequestResult]) -> dict[str, float | None]:
 
 
 def _time(results: Sequence[RequestResult], rounds: int) -> dict[str, float] | None:
-    """Microseconds a round, and what orchestrator and gRPC add to the work, in ms a round."""
+    """Microseconds a round, and what orchestrator and gRPC add to the workers' time, in ms a round.
+
+    Several generations at once wait for each other in the orchestrator, and that counts too. A
+    target that goes on by itself works while its last reply travels: nothing is added then.
+    """
     times = [result.usage.time for result in results if result.usage is not None]
     if not times or not rounds:
         return None
-    names = ("draft_us", "draft_compute_us", "verify_us", "verify_compute_us")
-    total = {name: sum(getattr(time, name) for time in times) for name in names}
-    idle_us = sum(total[n] for n in ("draft_us", "verify_us")) - sum(
-        total[n] for n in ("draft_compute_us", "verify_compute_us")
-    )
+    waits = ("rounds_us", "draft_us", "verify_us")
+    work = ("draft_compute_us", "verify_compute_us", "draft_worker_us", "verify_worker_us")
+    total = {name: sum(getattr(time, name) for time in times) for name in waits + work}
+    overhead_us = total["rounds_us"] - total["draft_worker_us"] - total["verify_worker_us"]
     per_round = {f"{name}_per_round": value / rounds for name, value in total.items()}
-    return {**per_round, "overhead_ms_per_round": idle_us / rounds / 1000}
+    return {**per_round, "overhead_ms_per_round": max(overhead_us / rounds / 1000, 0.0)}
 
 
 def _request(result: RequestResult) -> dict[str, Any]:

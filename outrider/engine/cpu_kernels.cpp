@@ -9,13 +9,18 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <mutex>
+#include <string_view>
 #include <type_traits>
+#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -262,9 +267,88 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
   return to;
 }
 
+// Weights in oneDNN's own layout, by handle: an opaque tensor cannot be part of a traced graph.
+struct PackedWeight {
+  at::Tensor packed;
+  int64_t out_features;
+  int64_t least_rows;
+};
+
+class PackedWeights {
+ public:
+  int64_t add(PackedWeight weight) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    weights_.emplace(++last_, std::make_shared<PackedWeight>(std::move(weight)));
+    return last_;
+  }
+
+  std::shared_ptr<PackedWeight> get(int64_t handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = weights_.find(handle);
+    TORCH_CHECK(found != weights_.end(), "no packed weight ", handle);
+    return found->second;
+  }
+
+  void remove(int64_t handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    weights_.erase(handle);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<PackedWeight>> weights_;
+  int64_t last_ = 0;
+};
+
+PackedWeights& packed_weights() {
+  static PackedWeights weights;
+  return weights;
+}
+
+int64_t keep_packed(const at::Tensor& packed, int64_t out_features, int64_t least_rows) {
+  return packed_weights().add({packed, out_features, least_rows});
+}
+
+void drop_packed(int64_t handle) { packed_weights().remove(handle); }
+
+at::Tensor multiply(const at::Tensor& rows, const PackedWeight& weight,
+                    const std::optional<at::Tensor>& bias) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&,
+                               const std::optional<at::Tensor>&, std::string_view,
+                               c10::List<std::optional<at::Scalar>>,
+                               std::optional<std::string_view>);
+  static auto linear = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                           .typed<Signature>();
+  return linear.call(rows, weight.packed, bias, "none",
+                     c10::List<std::optional<at::Scalar>>(), "");
+}
+
+// rows [..., rows, in] -> [..., rows, out]. Fewer rows than `least_rows` are padded: oneDNN would
+// sum in another order.
+at::Tensor packed_linear(const at::Tensor& rows, int64_t handle,
+                         const std::optional<at::Tensor>& bias) {
+  auto weight = packed_weights().get(handle);
+  int64_t count = rows.size(-2);
+  if (count >= weight->least_rows) return multiply(rows, *weight, bias);
+  if (count == 0) {
+    auto sizes = rows.sizes().vec();
+    sizes.back() = weight->out_features;
+    return at::empty(sizes, rows.options());
+  }
+  auto sizes = rows.sizes().vec();
+  sizes[sizes.size() - 2] = weight->least_rows - count;
+  auto padded = at::cat({rows, at::zeros(sizes, rows.options())}, -2);
+  return multiply(padded, *weight, bias).narrow(-2, 0, count);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(outrider_cpu, library) {
+  library.def("keep_packed(Tensor packed, int out_features, int least_rows) -> int",
+              &keep_packed);
+  library.def("drop_packed(int handle) -> ()", &drop_packed);
+  library.def("packed_linear(Tensor rows, int handle, Tensor? bias) -> Tensor", &packed_linear);
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor slots, Tensor tasks, Tensor tables, float scale) -> Tensor");

@@ -5,18 +5,31 @@ the device in one copy. Every layer is compiled once a bucket for all layers tog
 between layers, weights and KV, are tensors. Nothing compiles or allocates after `warm_up`.
 """
 
+import itertools
 import logging
 import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outrider.engine import cuda_kernels
-from outrider.engine.kv_pool import KvShape, Rows
+from outrider.engine import cuda_kernels, drawing
+from outrider.engine.cuda_drawing import (
+    MAX_STEPS,
+    DraftLoop,
+    DrawBuffers,
+    Inputs,
+    PassInputs,
+    can_draw,
+    has_cuts,
+)
+from outrider.engine.cuda_kernels import BLOCK_TOKENS
+from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
+from outrider.engine.rows import Draw, Drawn, Output, Rows
+from outrider.sampling.cuda_sampler import ROW_WORDS, fill_rows, sample_rows
 
 logger = logging.getLogger(__name__)
 
@@ -61,80 +74,94 @@ class CudaLayout:
 
 
 class _Bucket:
-    """The static inputs of a pass of `rows` rows, and its graph."""
+    """The static inputs of a pass of `rows` rows, and its graphs."""
 
     def __init__(self, rows: int, table_width: int, max_context: int, device: torch.device) -> None:
         self.rows = rows
-        sizes = {
-            "token_ids": rows,
-            "positions": rows,
-            "slots": rows,
-            "tiles": 4 * rows,
-            "wanted": rows,
-            "tables": rows * table_width,
-        }
-        total = sum(sizes.values())
-        self._staging = torch.zeros(total, dtype=torch.int32).pin_memory()
-        self._inputs = torch.zeros(total, dtype=torch.int32, device=device)
-        ends = np.cumsum(list(sizes.values()))
-        starts = ends - list(sizes.values())
-        self.host = {
-            name: self._staging.numpy()[start:end]
-            for name, start, end in zip(sizes, starts, ends, strict=True)
-        }
-        on_device = {
-            name: self._inputs[start:end]
-            for name, start, end in zip(sizes, starts, ends, strict=True)
-        }
-        self.token_ids = on_device["token_ids"]
-        self.wanted = on_device["wanted"]
         self.table_width = table_width
-        self.layout = CudaLayout(
-            slots=on_device["slots"],
+        self._inputs = Inputs(
+            {
+                "token_ids": rows,
+                "positions": rows,
+                "slots": rows,
+                "tiles": 4 * rows,
+                "wanted": rows,
+                "params": rows * ROW_WORDS,
+                "tables": rows * table_width,
+            },
+            device,
+        )
+        self.host = self._inputs.host
+        self._host_tables = self.host["tables"].reshape(rows, table_width)
+        self._host_tiles = self.host["tiles"].reshape(4, rows)
+        self._host_params = self.host["params"].reshape(rows, ROW_WORDS)
+        on_device = self._inputs.device
+        self.inputs = PassInputs(
+            token_ids=on_device["token_ids"],
             positions=on_device["positions"],
+            slots=on_device["slots"],
             tiles=on_device["tiles"].view(4, rows),
-            tables=on_device["tables"].view(-1, table_width),
+            tables=on_device["tables"].view(rows, table_width),
+            wanted=on_device["wanted"],
+            params=on_device["params"].view(rows, ROW_WORDS),
+        )
+        self.layout = CudaLayout(
+            slots=self.inputs.slots,
+            positions=self.inputs.positions,
+            tiles=self.inputs.tiles,
+            tables=self.inputs.tables,
             max_context=max_context,
         )
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.draw_graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self.logits: Tensor | None = None
         self.host["slots"][:] = -1
 
     def fill(self, batch: Tokens[Rows]) -> int:
         """Describe a pass; the number of logits rows that it wants."""
-        host, block_tokens = self.host, cuda_kernels.BLOCK_TOKENS
-        tables = host["tables"].reshape(-1, self.table_width)
-        tiles = host["tiles"].reshape(4, self.rows)
+        self._inputs.wait()
+        host = self.host
+        slots, wanted_rows, tiles = host["slots"], host["wanted"], self._host_tiles
         row = tile = wanted = 0
         for number, rows in enumerate(batch):
-            count = len(rows.token_ids)
-            positions = np.arange(rows.start, rows.start + count)
-            blocks = np.asarray(rows.blocks[: -(-(rows.start + count) // block_tokens)])
-            tables[number, : len(blocks)] = blocks
+            count, start = len(rows.token_ids), rows.start
+            blocks = rows.blocks[: -(-(start + count) // BLOCK_TOKENS)]
+            self._host_tables[number, : len(blocks)] = blocks
             host["token_ids"][row : row + count] = rows.token_ids
-            host["positions"][row : row + count] = positions
-            host["slots"][row : row + count] = (
-                blocks[positions // block_tokens] * block_tokens + positions % block_tokens
-            )
-            for start in range(0, count, cuda_kernels.TILE_ROWS):
-                size = min(cuda_kernels.TILE_ROWS, count - start)
-                tiles[:, tile] = (number, row + start, size, rows.start + start)
+            for place, position in enumerate(range(start, start + count), row):
+                host["positions"][place] = position
+                slots[place] = blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + (
+                    position % BLOCK_TOKENS
+                )
+            for first in range(0, count, cuda_kernels.TILE_ROWS):
+                size = min(cuda_kernels.TILE_ROWS, count - first)
+                tiles[:, tile] = (number, row + first, size, start + first)
                 tile += 1
             row += count
-            host["wanted"][wanted : wanted + rows.num_logits] = np.arange(
-                row - rows.num_logits, row
-            )
+            for place in range(rows.num_logits):
+                wanted_rows[wanted + place] = row - rows.num_logits + place
+            self._fill_params(wanted, rows)
             wanted += rows.num_logits
-        host["slots"][row:] = -1
+        slots[row:] = -1
         tiles[2, tile:] = 0
-        self._inputs.copy_(self._staging, non_blocking=True)
+        self._host_params[wanted:] = 0
+        self._inputs.send()
         return wanted
+
+    def _fill_params(self, first: int, rows: Rows) -> None:
+        draw = rows.draw
+        if draw is None:
+            self._host_params[first : first + rows.num_logits] = 0
+        else:
+            positions = range(draw.base_len, draw.base_len + rows.num_logits)
+            fill_rows(self._host_params, first, draw.spec.sampling, positions)
 
 
 class CudaRunner:
     """Holds a model and its KV pool; `forward` is the only thing that touches either."""
 
-    block_tokens: int = cuda_kernels.BLOCK_TOKENS
+    block_tokens: int = BLOCK_TOKENS
+    max_stream: int = MAX_STEPS
 
     def __init__(
         self, loaded: LoadedModel, *, num_blocks: int, max_rows: int, max_context: int
@@ -150,6 +177,11 @@ class CudaRunner:
             for rows in _BUCKETS
             if rows < 2 * max_rows
         ]
+        self._buffers = DrawBuffers(self._buckets[-1].rows, loaded.device)
+        self._loops = {
+            bucket.rows: DraftLoop(bucket.inputs, self._buffers, loaded.device)
+            for bucket in self._buckets
+        }
 
     def warm_up(self) -> float:
         """Compile and capture every bucket, largest first; seconds that it took."""
@@ -167,15 +199,107 @@ class CudaRunner:
         return time.monotonic() - started
 
     @torch.inference_mode()
+    def run(self, batch: Tokens[Rows]) -> Output:
+        """A pass, what it draws, and the further passes that draws ask for."""
+        draws = [rows.draw for rows in batch if rows.draw]
+        if not draws or not all(can_draw(draw) for draw in draws):
+            return drawing.run(batch, self.forward)
+        loops = any(draw.steps > 1 for draw in draws)
+        if loops and any(rows.draw and rows.num_logits > 1 for rows in batch):
+            return drawing.run(batch, self.forward)
+        logits = self.forward(batch)
+        bucket = self.bucket_for(sum(len(rows.token_ids) for rows in batch))
+        cuts = any(has_cuts(draw.spec.sampling) for draw in draws)
+        self._draw(bucket, cuts)
+        if loops:
+            return Output(logits, self._loop(batch, cuts))
+        picks = iter(self._buffers.read_picks(len(logits)))
+        drawn: list[Drawn | None] = []
+        for rows in batch:
+            own = list(itertools.islice(picks, rows.num_logits))
+            drawn.append(Drawn(own) if rows.draw else None)
+        return Output(logits, drawn)
+
+    def can_stream(self, draw: Draw) -> bool:
+        return can_draw(draw)
+
+    @torch.inference_mode()
+    def stream(self, batch: Tokens[Rows], stop: Callable[[], bool]) -> Iterator[list[int]]:
+        """What each entry draws in each of its `draw.steps` passes; fewer once `stop` says so.
+
+        Every entry has one row of logits. The next pass already runs when the tokens of one are
+        handed out: the host has its work done meanwhile.
+        """
+        entries = [(rows, rows.draw, row) for row, rows in enumerate(batch) if rows.draw]
+        cuts = any(has_cuts(draw.spec.sampling) for _, draw, _ in entries)
+        steps = min(draw.steps for _, draw, _ in entries)
+        self.forward(batch)
+        self._draw(self.bucket_for(sum(len(rows.token_ids) for rows in batch)), cuts)
+        bucket = self.bucket_for(len(entries))
+        loop = self._loops[bucket.rows]
+        loop.start(entries)
+        self._buffers.send(0)
+        sent = 1
+        for step in range(steps):
+            if sent == step + 1 < steps and not stop():
+                self._replay(bucket)
+                self._draw(bucket, cuts)
+                loop.feed()
+                self._buffers.send(sent)
+                sent += 1
+            yield self._buffers.receive(step, len(entries))
+            if sent == step + 1:
+                return
+
+    def _loop(self, batch: Tokens[Rows], cuts: bool) -> list[Drawn | None]:
+        """Feed each pick to a pass of its own until every draw has its steps."""
+        entries: list[tuple[Rows, Draw, int]] = []
+        row = 0
+        for rows in batch:
+            row += rows.num_logits
+            if rows.draw:
+                entries.append((rows, rows.draw, row - 1))
+        steps = max(draw.steps for _, draw, _ in entries)
+        bucket = self.bucket_for(len(entries))
+        loop = self._loops[bucket.rows]
+        loop.start(entries)
+        for _ in range(steps - 1):
+            self._replay(bucket)
+            self._draw(bucket, cuts)
+            loop.feed()
+        found = iter(self._buffers.read_history(steps, len(entries)))
+        return [Drawn(next(found)[: rows.draw.steps]) if rows.draw else None for rows in batch]
+
+    def _draw(self, bucket: _Bucket, cuts: bool) -> None:
+        """Pick at every row of logits of the pass that has just run."""
+        graph = bucket.draw_graphs.get(cuts)
+        if graph is None:
+            self._pick(bucket, cuts)
+        else:
+            graph.replay()
+
+    def _pick(self, bucket: _Bucket, cuts: bool) -> None:
+        if bucket.logits is None:
+            raise RuntimeError("nothing was computed yet")
+        picks = sample_rows(bucket.logits, bucket.inputs.params, cuts=cuts)
+        self._buffers.picks[: bucket.rows].copy_(picks)
+
+    @torch.inference_mode()
     def forward(self, batch: Tokens[Rows]) -> Tensor:  # [logits rows of all, vocab] float32
         """Run the rows; logits come in the order of `batch`, float32, valid until the next pass."""
         total = sum(len(rows.token_ids) for rows in batch)
         bucket = self.bucket_for(total)
         wanted = bucket.fill(batch)
-        if bucket.graph is None or bucket.logits is None:
-            return self._pass(bucket)[:wanted]
-        bucket.graph.replay()
-        return bucket.logits[:wanted]
+        return self._replay(bucket)[:wanted]
+
+    def _replay(self, bucket: _Bucket) -> Tensor:
+        if bucket.graph is None:
+            bucket.logits = self._pass(bucket)
+        else:
+            bucket.graph.replay()
+        if bucket.logits is None:
+            raise RuntimeError("a graph without its logits")
+        return bucket.logits
 
     def bucket_for(self, rows: int) -> _Bucket:
         """The smallest bucket that takes so many rows."""
@@ -183,10 +307,10 @@ class CudaRunner:
 
     def _pass(self, bucket: _Bucket) -> Tensor:
         output = self.model(
-            input_ids=bucket.token_ids[None],
+            input_ids=bucket.inputs.token_ids[None],
             position_ids=bucket.layout.positions[None],
             use_cache=False,
-            logits_to_keep=bucket.wanted,
+            logits_to_keep=bucket.inputs.wanted,
             row_layout=bucket.layout,
         )
         logits: Tensor = output.logits[0].float()
@@ -203,6 +327,13 @@ class CudaRunner:
         bucket.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(bucket.graph, pool=self._memory):
             bucket.logits = self._pass(bucket)
+        for cuts in (False, True):
+            self._pick(bucket, cuts)  # Compiles what a capture cannot.
+            torch.cuda.synchronize()
+            bucket.draw_graphs[cuts] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(bucket.draw_graphs[cuts], pool=self._memory):
+                self._pick(bucket, cuts)
+        self._loops[bucket.rows].feed()
 
     def _layers(self) -> list[nn.Module]:
         """The decoder layers: modules that hold an attention module."""

@@ -1,15 +1,15 @@
 """The engine: schedule, run, hand out logits. One thread owns it and everything below it."""
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from outrider.engine.block_manager import BlockManager
-from outrider.engine.kv_pool import Rows
+from outrider.engine.rows import Draw, Drawn, Output, Rows
 from outrider.engine.scheduler import Chunk, Scheduler, Work
 from outrider.engine.sequence import Sequence
 
@@ -23,9 +23,25 @@ class Runner(Protocol):
     def block_tokens(self) -> int:
         """Tokens of a KV block."""
 
-    def forward(self, batch: list[Rows]) -> Tensor:
-        """Logits [logits rows of all, vocab] float32, in the order of `batch`, valid until the
-        next pass."""
+    def run(self, batch: list[Rows]) -> Output:
+        """A pass over the batch, what it draws, and the further passes that draws ask for."""
+
+
+@runtime_checkable
+class StreamingRunner(Protocol):
+    """A runner whose device feeds each drawn token to the next pass by itself."""
+
+    max_stream: int
+    """Passes of one stream at most."""
+
+    def can_stream(self, draw: Draw) -> bool:
+        """Whether the device draws this by itself."""
+
+    def stream(self, batch: list[Rows], stop: Callable[[], bool]) -> Iterator[list[int]]:
+        """What each entry draws in each of its `draw.steps` passes; fewer once `stop` says so.
+
+        The next pass already runs when the tokens of one are handed out.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,7 @@ class StepResult:
 
 
 class Engine:
-    """Runs work to its logits. Whoever called `submit` then calls `finish`, or extends the work."""
+    """Runs work to its logits and draws. Whoever called `submit` then calls `finish`."""
 
     def __init__(
         self,
@@ -56,22 +72,78 @@ class Engine:
         """Longest sequence that fits into the KV pool."""
         return self.blocks.num_blocks * self.blocks.block_tokens
 
-    def step(self) -> StepResult:
-        """One pass over the next batch. Work that is ready stays in the scheduler until the
-        caller finishes or extends it."""
+    def steps(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
+        """The next pass; where the device can go on by itself, further ones until `stop`.
+
+        Work that is ready stays in the scheduler until the caller finishes it, or makes it the
+        next round of one row, before it asks for the next result.
+        """
         batch = self.scheduler.next_batch()
-        if not batch:
-            return StepResult(())
+        count = self._rounds_ahead(batch)
+        if count > 1:
+            yield from self._stream(batch, count, stop)
+        elif batch:
+            yield self._step(batch)
+
+    def _rounds_ahead(self, batch: list[Chunk]) -> int:
+        """Rounds of the whole batch that can run without the host; KV for them is reserved."""
+        runner = self.runner
+        if not batch or not isinstance(runner, StreamingRunner):
+            return 1
+        works = [chunk.work for chunk in batch]
+        count = 1 + min(work.ahead for work in works)
+        count = min(count, runner.max_stream) if all(chunk.completes for chunk in batch) else 1
+        if count == 1 or not all(work.draw and runner.can_stream(work.draw) for work in works):
+            return 1
+        fits = [
+            self.blocks.extend(work.sequence.blocks, len(work.tokens) + count - 1) for work in works
+        ]
+        return count if all(fits) else 1
+
+    def _stream(
+        self, batch: list[Chunk], count: int, stop: Callable[[], bool]
+    ) -> Iterator[StepResult]:
+        """Results of rounds that the device goes through by itself, one behind it."""
+        works = [chunk.work for chunk in batch]
+        rows = [
+            replace(rows, draw=replace(rows.draw, steps=count))
+            for rows in self._rows(batch)
+            if rows.draw
+        ]
+        no_logits = torch.empty(0)
+        picked = self.runner.stream(rows, stop)  # type: ignore[attr-defined]
+        while True:
+            try:
+                picks = next(picked, None)
+            except Exception as error:
+                going = [work for work in works if work in self.scheduler.running]
+                yield StepResult((), tuple(f for w in going for f in self._fail(w, error).failed))
+                return
+            if picks is None:
+                return
+            ready = []
+            for work, pick in zip(works, picks, strict=True):
+                if work in self.scheduler.running:
+                    work.sequence.cached[work.computed :] = work.tokens[work.computed :]
+                    work.computed = len(work.tokens)
+                    work.drawn = Drawn([pick])
+                    ready.append((work, no_logits))
+            yield StepResult(tuple(ready))
+
+    def _step(self, batch: list[Chunk]) -> StepResult:
         try:
-            logits = self._run(batch)
+            output = self._run(batch)
         except Exception as error:
             if len(batch) == 1:
                 return self._fail(batch[0].work, error)
             logger.exception("a pass over %d sequences failed; running them one by one", len(batch))
             return self._run_one_by_one(batch)
-        return StepResult(tuple(self._collect(batch, logits)))
+        return StepResult(tuple(self._collect(batch, output)))
 
-    def _run(self, batch: list[Chunk]) -> Tensor:
+    def _run(self, batch: list[Chunk]) -> Output:
+        return self.runner.run(self._rows(batch))
+
+    def _rows(self, batch: list[Chunk]) -> list[Rows]:
         total = sum(chunk.count for chunk in batch)
         rows = []
         for chunk in batch:
@@ -84,22 +156,27 @@ class Engine:
                     start=work.computed,
                     blocks=work.sequence.blocks,
                     num_logits=work.num_logits if chunk.completes else 0,
+                    draw=work.draw if chunk.completes else None,
                 )
             )
-        return self.runner.forward(rows)
+        return rows
 
-    def _collect(self, batch: list[Chunk], logits: Tensor) -> list[tuple[Work, Tensor]]:
+    def _collect(self, batch: list[Chunk], output: Output) -> list[tuple[Work, Tensor]]:
         ready = []
         row = 0
-        for chunk in batch:
+        for chunk, drawn in zip(batch, output.drawn, strict=True):
             work = chunk.work
             completes = chunk.completes
             stop = work.computed + chunk.count
             work.sequence.cached[work.computed :] = work.tokens[work.computed : stop]
             work.computed = stop
             if completes:
-                ready.append((work, logits[row : row + work.num_logits]))
+                ready.append((work, output.logits[row : row + work.num_logits]))
                 row += work.num_logits
+                work.drawn = drawn
+                if work.draw and drawn and work.draw.steps > 1:
+                    # Every guess but the last was fed to a pass.
+                    work.sequence.cached.extend(drawn.token_ids[:-1])
         return ready
 
     def _run_one_by_one(self, batch: list[Chunk]) -> StepResult:

@@ -8,22 +8,10 @@ import torch
 from torch import Tensor
 
 from outrider.engine import cpu_kernels
+from outrider.engine.rows import Rows
 
 _TASK_ROWS = 16
 """Rows of a sequence that one task of the attention kernel takes: long chunks spread over cores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of one sequence: `token_ids` at positions start, start+1, …, whose KV is written.
-
-    `num_logits` of them, the last ones, give logits.
-    """
-
-    token_ids: Tokens[int]
-    start: int
-    blocks: Tokens[int]
-    num_logits: int
 
 
 @dataclass(frozen=True, slots=True)

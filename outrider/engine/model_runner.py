@@ -5,35 +5,28 @@ from collections.abc import Sequence as Tokens
 import torch
 from torch import Tensor
 
-from outrider.engine.kv_pool import CpuPool, KvShape, Rows
+from outrider.engine import drawing
+from outrider.engine.cpu_pass import build_pass, inputs_of
+from outrider.engine.kv_pool import CpuPool, KvShape
 from outrider.engine.loaded_model import LoadedModel
+from outrider.engine.rows import Output, Rows
 
 
 class ModelRunner:
-    """Holds a model and its KV pool; `forward` is the only thing that touches either."""
+    """Holds a model and its KV pool; `run` and `forward` alone touch them."""
 
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, block_tokens: int) -> None:
         self.model = loaded.model
         self.block_tokens = block_tokens
         shape = KvShape.of(loaded.config, loaded.dtype)
         self._pool = CpuPool(shape, num_blocks, block_tokens)
+        self._pass = build_pass(loaded.model, self._pool, loaded.vocab_size)
+
+    def run(self, batch: Tokens[Rows]) -> Output:
+        """A pass, what it draws, and the further passes that draws ask for."""
+        return drawing.run(batch, self.forward)
 
     @torch.inference_mode()
     def forward(self, batch: Tokens[Rows]) -> Tensor:  # [logits rows of all, vocab] float32
         """Run the rows; logits come in the order of `batch`, float32."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
-        for rows in batch:
-            token_ids.extend(rows.token_ids)
-            positions.extend(range(rows.start, rows.start + len(rows.token_ids)))
-            wanted.extend(range(len(token_ids) - rows.num_logits, len(token_ids)))
-        output = self.model(
-            input_ids=torch.tensor([token_ids]),
-            position_ids=torch.tensor([positions]),
-            use_cache=False,
-            logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
-            row_layout=self._pool.layout(batch),
-        )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        return self._pass(*inputs_of(batch, self._pool))

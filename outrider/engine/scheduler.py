@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.engine.block_manager import BlockManager
+from outrider.engine.rows import Draw, Drawn
 from outrider.engine.sequence import Sequence
 
 
@@ -20,9 +21,10 @@ from outrider.engine.sequence import Sequence
 class Work:
     """Rows to compute for one sequence: KV of `tokens`, logits of the last `num_logits`.
 
-    `reserve` is the length in tokens for which KV is taken before the work starts. `context`
-    belongs to the tier that made the work, `owner` to the worker that runs it. `computed` counts
-    the tokens whose KV exists.
+    `draw` says what to draw there, `drawn` is what came of it. `reserve` is the length in tokens
+    for which KV is taken before the work starts. `ahead` counts the rounds of one plain row that
+    are sure to follow unless a token ends them. `context` belongs to the tier that made the work,
+    `owner` to the worker that runs it. `computed` counts the tokens whose KV exists.
     """
 
     sequence: Sequence
@@ -30,6 +32,9 @@ class Work:
     num_logits: int
     reserve: int
     deadline: float
+    draw: Draw | None = None
+    drawn: Drawn | None = None
+    ahead: int = 0
     context: Any = None
     owner: Any = None
     computed: int = 0
@@ -41,11 +46,6 @@ class Work:
     def pending(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.computed
-
-    def extend(self, token_id: int) -> None:
-        """Go on with one more token, whose logits are wanted."""
-        self.tokens.append(token_id)
-        self.num_logits = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,11 @@ class Scheduler:
                 batch.append(Chunk(work, count))
             budget = share - count
         return batch
+
+    def go_on(self, work: Work) -> bool:
+        """Keep work running that has got more tokens; False where KV is short. Then it must
+        finish, and what waits gets its turn."""
+        return not self.waiting and self.blocks.extend(work.sequence.blocks, work.reserve)
 
     def finish(self, work: Work) -> None:
         self.running.remove(work)

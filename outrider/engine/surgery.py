@@ -6,6 +6,7 @@ model's own code goes on calling `q_proj`, `k_proj`, `v_proj` in that order and 
 """
 
 import functools
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +24,15 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_FOR_ROWS)
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._least_rows = _least_rows(self.in_features, self.out_features)
+        least_rows = _least_rows(self.in_features, self.out_features)
+        self.handle: int = torch.ops.outrider_cpu.keep_packed(packed, self.out_features, least_rows)
+        weakref.finalize(self, torch.ops.outrider_cpu.drop_packed, self.handle)
 
     def forward(self, rows: Tensor) -> Tensor:  # [..., rows, in] -> [..., rows, out]
-        count = rows.shape[-2]
-        if count < self._least_rows:
-            padding = rows.new_zeros(*rows.shape[:-2], self._least_rows - count, self.in_features)
-            return self._multiply(torch.cat((rows, padding), dim=-2))[..., :count, :]
-        return self._multiply(rows)
-
-    def _multiply(self, rows: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self.packed, self.bias, "none", [], ""
-        )
+        result: Tensor = torch.ops.outrider_cpu.packed_linear(rows, self.handle, self.bias)
         return result
 
 

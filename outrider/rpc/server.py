@@ -33,6 +33,7 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(0, help="port to listen on; 0 picks a free one")
+    socket: str = setting("", help="path of a Unix socket to listen on instead")
     ready_file: str = setting("", help="file that gets address, pid and info once serving")
     tls_cert: str = setting("", help="PEM certificate chain; switches TLS on")
     tls_key: str = setting("", help="PEM private key of the certificate")
@@ -100,6 +101,7 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
                 ("grpc.so_reuseport", 0),
+                ("grpc.http2.bdp_probe", 0),
             ],
             maximum_concurrent_rpcs=config.max_concurrent_calls,
         )
@@ -111,8 +113,12 @@ class Server:
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        port = self._bind(f"{self._config.host}:{self._config.port}")
-        self.address = f"{self._config.host}:{port}"
+        if self._config.socket:
+            self.address = f"unix:{self._config.socket}"
+            self._bind(self.address)
+        else:
+            port = self._bind(f"{self._config.host}:{self._config.port}")
+            self.address = f"{self._config.host}:{port}"
         await self.grpc.start()
 
     async def serving(self, info: dict[str, Any]) -> None:

@@ -126,20 +126,26 @@ class SpeculationStats(_message.Message):
     def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., recovered: _Optional[int] = ..., bonus: _Optional[int] = ..., plain: _Optional[int] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., dropped_proposals: _Optional[int] = ..., fallback_rounds: _Optional[int] = ...) -> None: ...
 
 class TimeStats(_message.Message):
-    __slots__ = ("draft_us", "verify_us", "draft_compute_us", "verify_compute_us", "first_token_us", "total_us")
+    __slots__ = ("draft_us", "verify_us", "draft_compute_us", "verify_compute_us", "first_token_us", "total_us", "draft_worker_us", "verify_worker_us", "rounds_us")
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
     DRAFT_COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     TOTAL_US_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WORKER_US_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_WORKER_US_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_US_FIELD_NUMBER: _ClassVar[int]
     draft_us: int
     verify_us: int
     draft_compute_us: int
     verify_compute_us: int
     first_token_us: int
     total_us: int
-    def __init__(self, draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., draft_compute_us: _Optional[int] = ..., verify_compute_us: _Optional[int] = ..., first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ...) -> None: ...
+    draft_worker_us: int
+    verify_worker_us: int
+    rounds_us: int
+    def __init__(self, draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., draft_compute_us: _Optional[int] = ..., verify_compute_us: _Optional[int] = ..., first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_worker_us: _Optional[int] = ..., verify_worker_us: _Optional[int] = ..., rounds_us: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_prompt_tokens", "completion_tokens", "speculation", "time")

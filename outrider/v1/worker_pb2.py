@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/worker.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xfb\x01\n\x0b\x45ntryHeader\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bowner_nonce\x18\x04 \x01(\x06\x12\x0e\n\x06number\x18\x05 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x06 \x01(\r\x12\x11\n\tbase_hash\x18\x07 \x01(\x06\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\r\n\x05model\x18\x0c \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\t\".\n\nTokenDelta\x12\r\n\x05start\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xca\x01\n\x0eGenerationSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x10\n\x08stop_ids\x18\x05 \x03(\r\x12\x15\n\x08logprobs\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"6\n\tOpenEntry\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.GenerationSpec\"\x0c\n\nCloseEntry\"%\n\x0b\x43\x61ncelEntry\x12\x16\n\x0ethrough_number\x18\x01 \x01(\x04\"U\n\x07Refused\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.outrider.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\x1a\n\nNeedTokens\x12\x0c\n\x04\x66rom\x18\x01 \x01(\r\"i\n\x0bReplyHeader\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x13\n\x0bowner_nonce\x18\x05 \x01(\x06\".\n\x06Opened\x12\x10\n\x08have_len\x18\x01 \x01(\r\x12\x12\n\ncached_len\x18\x02 \x01(\r\"\x08\n\x06\x43losed\"F\n\nWorkTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x12\n\nbatch_rows\x18\x03 \x01(\r\"V\n\x0cProposeEntry\x12&\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.outrider.v1.TokenDelta\x12\x1e\n\x16num_speculative_tokens\x18\x02 \x01(\r\"\\\n\x08Proposed\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\'\n\x06timing\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkTiming\"^\n\x0bVerifyEntry\x12&\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.outrider.v1.TokenDelta\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\"\xd1\x01\n\x08Verified\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\x14\n\x0cnum_proposed\x18\x03 \x01(\r\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12,\n\rnext_proposal\x18\x05 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\'\n\x06timing\x18\x06 \x01(\x0b\x32\x17.outrider.v1.WorkTiming\"\x8f\x02\n\x05\x45ntry\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.EntryHeader\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenEntryH\x00\x12,\n\x07propose\x18\x03 \x01(\x0b\x32\x19.outrider.v1.ProposeEntryH\x00\x12*\n\x06verify\x18\x04 \x01(\x0b\x32\x18.outrider.v1.VerifyEntryH\x00\x12(\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x17.outrider.v1.CloseEntryH\x00\x12*\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x18.outrider.v1.CancelEntryH\x00\x42\x04\n\x02op\"\xb8\x02\n\x05Reply\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.ReplyHeader\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12)\n\x08proposed\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposedH\x00\x12)\n\x08verified\x18\x04 \x01(\x0b\x32\x15.outrider.v1.VerifiedH\x00\x12%\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12.\n\x0bneed_tokens\x18\x06 \x01(\x0b\x32\x17.outrider.v1.NeedTokensH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06result\"1\n\nRunRequest\x12#\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Entry\"2\n\x0bRunResponse\x12#\n\x07replies\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Reply\"_\n\x0b\x42ulkRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.EntryHeader\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TokenDelta\"\xc0\x01\n\x0c\x42ulkResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.ReplyHeader\x12#\n\x04held\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12.\n\x0bneed_tokens\x18\x03 \x01(\x0b\x32\x17.outrider.v1.NeedTokensH\x00\x12\'\n\x07refused\x18\x04 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06result\"\r\n\x0bInfoRequest\"\xcb\x03\n\x0cInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\x06\x12\x14\n\x0cprotocol_min\x18\t \x01(\r\x12\x14\n\x0cprotocol_max\x18\n \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x0b \x03(\t\x12\x1d\n\x15required_capabilities\x18\x0c \x03(\t\x12\x17\n\x0fkv_blocks_total\x18\r \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\x0e \x01(\r\x12\x17\n\x0fkv_block_tokens\x18\x0f \x01(\r\x12\x10\n\x08sessions\x18\x10 \x01(\r\x12\x1b\n\x13max_proposal_tokens\x18\x11 \x01(\r\x12\x15\n\reos_token_ids\x18\x12 \x03(\r\x12\x0f\n\x07version\x18\x13 \x01(\t\x12\x10\n\x08\x64raining\x18\x14 \x01(\x08*\xc6\x03\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREFUSAL_REASON_STALE_EPOCH\x10\x01\x12!\n\x1dREFUSAL_REASON_NONCE_MISMATCH\x10\x02\x12\"\n\x1eREFUSAL_REASON_UNKNOWN_SESSION\x10\x03\x12#\n\x1fREFUSAL_REASON_INVALID_ARGUMENT\x10\x04\x12%\n!REFUSAL_REASON_RESOURCE_EXHAUSTED\x10\x05\x12$\n REFUSAL_REASON_DEADLINE_EXCEEDED\x10\x06\x12\x1c\n\x18REFUSAL_REASON_CANCELLED\x10\x07\x12\x1b\n\x17REFUSAL_REASON_INTERNAL\x10\x08\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\t\x12#\n\x1fREFUSAL_REASON_CONTEXT_EXCEEDED\x10\n\x12\x1e\n\x1aREFUSAL_REASON_UNSUPPORTED\x10\x0b\x12\x1f\n\x1bREFUSAL_REASON_STALE_NUMBER\x10\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/worker.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xfb\x01\n\x0b\x45ntryHeader\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bowner_nonce\x18\x04 \x01(\x06\x12\x0e\n\x06number\x18\x05 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x06 \x01(\r\x12\x11\n\tbase_hash\x18\x07 \x01(\x06\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\r\n\x05model\x18\x0c \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\t\".\n\nTokenDelta\x12\r\n\x05start\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xca\x01\n\x0eGenerationSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x10\n\x08stop_ids\x18\x05 \x03(\r\x12\x15\n\x08logprobs\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"6\n\tOpenEntry\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.GenerationSpec\"\x0c\n\nCloseEntry\"%\n\x0b\x43\x61ncelEntry\x12\x16\n\x0ethrough_number\x18\x01 \x01(\x04\"U\n\x07Refused\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.outrider.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\x1a\n\nNeedTokens\x12\x0c\n\x04\x66rom\x18\x01 \x01(\r\"\x8b\x01\n\x0bReplyHeader\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x13\n\x0bowner_nonce\x18\x05 \x01(\x06\x12\x12\n\nelapsed_us\x18\x06 \x01(\r\x12\x0c\n\x04more\x18\x07 \x01(\x08\".\n\x06Opened\x12\x10\n\x08have_len\x18\x01 \x01(\r\x12\x12\n\ncached_len\x18\x02 \x01(\r\"\x08\n\x06\x43losed\"F\n\nWorkTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x12\n\nbatch_rows\x18\x03 \x01(\r\"V\n\x0cProposeEntry\x12&\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.outrider.v1.TokenDelta\x12\x1e\n\x16num_speculative_tokens\x18\x02 \x01(\r\"\\\n\x08Proposed\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\'\n\x06timing\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkTiming\"s\n\x0bVerifyEntry\x12&\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.outrider.v1.TokenDelta\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x13\n\x0bmore_rounds\x18\x03 \x01(\r\"\xd1\x01\n\x08Verified\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\x14\n\x0cnum_proposed\x18\x03 \x01(\r\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12,\n\rnext_proposal\x18\x05 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\'\n\x06timing\x18\x06 \x01(\x0b\x32\x17.outrider.v1.WorkTiming\"\x8f\x02\n\x05\x45ntry\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.EntryHeader\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenEntryH\x00\x12,\n\x07propose\x18\x03 \x01(\x0b\x32\x19.outrider.v1.ProposeEntryH\x00\x12*\n\x06verify\x18\x04 \x01(\x0b\x32\x18.outrider.v1.VerifyEntryH\x00\x12(\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x17.outrider.v1.CloseEntryH\x00\x12*\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x18.outrider.v1.CancelEntryH\x00\x42\x04\n\x02op\"\xb8\x02\n\x05Reply\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.ReplyHeader\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12)\n\x08proposed\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposedH\x00\x12)\n\x08verified\x18\x04 \x01(\x0b\x32\x15.outrider.v1.VerifiedH\x00\x12%\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12.\n\x0bneed_tokens\x18\x06 \x01(\x0b\x32\x17.outrider.v1.NeedTokensH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06result\"1\n\nRunRequest\x12#\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Entry\"2\n\x0bRunResponse\x12#\n\x07replies\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Reply\"_\n\x0b\x42ulkRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.EntryHeader\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TokenDelta\"\xc0\x01\n\x0c\x42ulkResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.ReplyHeader\x12#\n\x04held\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12.\n\x0bneed_tokens\x18\x03 \x01(\x0b\x32\x17.outrider.v1.NeedTokensH\x00\x12\'\n\x07refused\x18\x04 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06result\"\r\n\x0bInfoRequest\"\xcb\x03\n\x0cInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\x06\x12\x14\n\x0cprotocol_min\x18\t \x01(\r\x12\x14\n\x0cprotocol_max\x18\n \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x0b \x03(\t\x12\x1d\n\x15required_capabilities\x18\x0c \x03(\t\x12\x17\n\x0fkv_blocks_total\x18\r \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\x0e \x01(\r\x12\x17\n\x0fkv_block_tokens\x18\x0f \x01(\r\x12\x10\n\x08sessions\x18\x10 \x01(\r\x12\x1b\n\x13max_proposal_tokens\x18\x11 \x01(\r\x12\x15\n\reos_token_ids\x18\x12 \x03(\r\x12\x0f\n\x07version\x18\x13 \x01(\t\x12\x10\n\x08\x64raining\x18\x14 \x01(\x08*\xc6\x03\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREFUSAL_REASON_STALE_EPOCH\x10\x01\x12!\n\x1dREFUSAL_REASON_NONCE_MISMATCH\x10\x02\x12\"\n\x1eREFUSAL_REASON_UNKNOWN_SESSION\x10\x03\x12#\n\x1fREFUSAL_REASON_INVALID_ARGUMENT\x10\x04\x12%\n!REFUSAL_REASON_RESOURCE_EXHAUSTED\x10\x05\x12$\n REFUSAL_REASON_DEADLINE_EXCEEDED\x10\x06\x12\x1c\n\x18REFUSAL_REASON_CANCELLED\x10\x07\x12\x1b\n\x17REFUSAL_REASON_INTERNAL\x10\x08\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\t\x12#\n\x1fREFUSAL_REASON_CONTEXT_EXCEEDED\x10\n\x12\x1e\n\x1aREFUSAL_REASON_UNSUPPORTED\x10\x0b\x12\x1f\n\x1bREFUSAL_REASON_STALE_NUMBER\x10\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSALREASON']._serialized_start=2987
-  _globals['_REFUSALREASON']._serialized_end=3441
+  _globals['_REFUSALREASON']._serialized_start=3043
+  _globals['_REFUSALREASON']._serialized_end=3497
   _globals['_ENTRYHEADER']._serialized_start=68
   _globals['_ENTRYHEADER']._serialized_end=319
   _globals['_TOKENDELTA']._serialized_start=321
@@ -50,36 +50,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REFUSED']._serialized_end=768
   _globals['_NEEDTOKENS']._serialized_start=770
   _globals['_NEEDTOKENS']._serialized_end=796
-  _globals['_REPLYHEADER']._serialized_start=798
-  _globals['_REPLYHEADER']._serialized_end=903
-  _globals['_OPENED']._serialized_start=905
-  _globals['_OPENED']._serialized_end=951
-  _globals['_CLOSED']._serialized_start=953
-  _globals['_CLOSED']._serialized_end=961
-  _globals['_WORKTIMING']._serialized_start=963
-  _globals['_WORKTIMING']._serialized_end=1033
-  _globals['_PROPOSEENTRY']._serialized_start=1035
-  _globals['_PROPOSEENTRY']._serialized_end=1121
-  _globals['_PROPOSED']._serialized_start=1123
-  _globals['_PROPOSED']._serialized_end=1215
-  _globals['_VERIFYENTRY']._serialized_start=1217
-  _globals['_VERIFYENTRY']._serialized_end=1311
-  _globals['_VERIFIED']._serialized_start=1314
-  _globals['_VERIFIED']._serialized_end=1523
-  _globals['_ENTRY']._serialized_start=1526
-  _globals['_ENTRY']._serialized_end=1797
-  _globals['_REPLY']._serialized_start=1800
-  _globals['_REPLY']._serialized_end=2112
-  _globals['_RUNREQUEST']._serialized_start=2114
-  _globals['_RUNREQUEST']._serialized_end=2163
-  _globals['_RUNRESPONSE']._serialized_start=2165
-  _globals['_RUNRESPONSE']._serialized_end=2215
-  _globals['_BULKREQUEST']._serialized_start=2217
-  _globals['_BULKREQUEST']._serialized_end=2312
-  _globals['_BULKRESPONSE']._serialized_start=2315
-  _globals['_BULKRESPONSE']._serialized_end=2507
-  _globals['_INFOREQUEST']._serialized_start=2509
-  _globals['_INFOREQUEST']._serialized_end=2522
-  _globals['_INFORESPONSE']._serialized_start=2525
-  _globals['_INFORESPONSE']._serialized_end=2984
+  _globals['_REPLYHEADER']._serialized_start=799
+  _globals['_REPLYHEADER']._serialized_end=938
+  _globals['_OPENED']._serialized_start=940
+  _globals['_OPENED']._serialized_end=986
+  _globals['_CLOSED']._serialized_start=988
+  _globals['_CLOSED']._serialized_end=996
+  _globals['_WORKTIMING']._serialized_start=998
+  _globals['_WORKTIMING']._serialized_end=1068
+  _globals['_PROPOSEENTRY']._serialized_start=1070
+  _globals['_PROPOSEENTRY']._serialized_end=1156
+  _globals['_PROPOSED']._serialized_start=1158
+  _globals['_PROPOSED']._serialized_end=1250
+  _globals['_VERIFYENTRY']._serialized_start=1252
+  _globals['_VERIFYENTRY']._serialized_end=1367
+  _globals['_VERIFIED']._serialized_start=1370
+  _globals['_VERIFIED']._serialized_end=1579
+  _globals['_ENTRY']._serialized_start=1582
+  _globals['_ENTRY']._serialized_end=1853
+  _globals['_REPLY']._serialized_start=1856
+  _globals['_REPLY']._serialized_end=2168
+  _globals['_RUNREQUEST']._serialized_start=2170
+  _globals['_RUNREQUEST']._serialized_end=2219
+  _globals['_RUNRESPONSE']._serialized_start=2221
+  _globals['_RUNRESPONSE']._serialized_end=2271
+  _globals['_BULKREQUEST']._serialized_start=2273
+  _globals['_BULKREQUEST']._serialized_end=2368
+  _globals['_BULKRESPONSE']._serialized_start=2371
+  _globals['_BULKRESPONSE']._serialized_end=2563
+  _globals['_INFOREQUEST']._serialized_start=2565
+  _globals['_INFOREQUEST']._serialized_end=2578
+  _globals['_INFORESPONSE']._serialized_start=2581
+  _globals['_INFORESPONSE']._serialized_end=3040
 # @@protoc_insertion_point(module_scope)

@@ -123,18 +123,22 @@ class NeedTokens(_message.Message):
     def __init__(self, **kwargs) -> None: ...
 
 class ReplyHeader(_message.Message):
-    __slots__ = ("session_id", "completion", "epoch", "number", "owner_nonce")
+    __slots__ = ("session_id", "completion", "epoch", "number", "owner_nonce", "elapsed_us", "more")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OWNER_NONCE_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_US_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     completion: int
     epoch: int
     number: int
     owner_nonce: int
-    def __init__(self, session_id: _Optional[str] = ..., completion: _Optional[int] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., owner_nonce: _Optional[int] = ...) -> None: ...
+    elapsed_us: int
+    more: bool
+    def __init__(self, session_id: _Optional[str] = ..., completion: _Optional[int] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., owner_nonce: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., more: bool = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("have_len", "cached_len")
@@ -175,12 +179,14 @@ class Proposed(_message.Message):
     def __init__(self, proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ...) -> None: ...
 
 class VerifyEntry(_message.Message):
-    __slots__ = ("delta", "proposal")
+    __slots__ = ("delta", "proposal", "more_rounds")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    MORE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     delta: TokenDelta
     proposal: _common_pb2.Proposal
-    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ...) -> None: ...
+    more_rounds: int
+    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., more_rounds: _Optional[int] = ...) -> None: ...
 
 class Verified(_message.Message):
     __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing")

@@ -14,14 +14,16 @@ import torch
 from outrider.config import setting
 from outrider.engine import cpu_kernels
 from outrider.engine.engine import Runner
-from outrider.engine.kv_pool import KvShape, Rows
+from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.loading import load_model
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.rows import Rows
 from outrider.engine.surgery import optimise
 from outrider.errors import InvalidArgument
 from outrider.rpc.server import Server, ServerConfig
 from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
+from outrider.worker.gathering import DEFAULT_MAX_PASSES
 from outrider.worker.servicer import WorkerServicer
 from outrider.worker.worker import Tier, Worker, WorkerLimits
 
@@ -48,6 +50,11 @@ class WorkerConfig(ServerConfig):
     max_rows: int = setting(512, help="rows of one pass; long prompts are cut into chunks")
     max_sessions: int = setting(4096, help="sessions known at once")
     session_idle_s: float = setting(3600.0, help="seconds after which an unused session is closed")
+    gather_passes: float = setting(
+        DEFAULT_MAX_PASSES,
+        help="longest wait for sessions that are about to return, in passes; 4 where draft and "
+        "target share a GPU",
+    )
     cache_dir: str = setting("", help="folder for converted weights; default: ~/.cache/outrider")
 
 
@@ -59,7 +66,7 @@ async def serve_worker(
     make_tier: Callable[[LoadedModel, int], Tier],
     add_servicer: Callable[[Server, WorkerServicer], None],
     make_servicer: type[WorkerServicer],
-    capabilities: tuple[str, ...],
+    capabilities: Callable[[LoadedModel], tuple[str, ...]],
 ) -> None:
     """Serve until stopped. `make_tier` gets the model and the context length."""
     server = Server(config, [service_name])
@@ -69,7 +76,9 @@ async def serve_worker(
     thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-engine")
     loop = asyncio.get_running_loop()
     worker, loaded = await loop.run_in_executor(thread, _build, config, tier_name, make_tier)
-    servicer = make_servicer(worker, loaded, incarnation=new_nonce(), capabilities=capabilities)
+    servicer = make_servicer(
+        worker, loaded, incarnation=new_nonce(), capabilities=capabilities(loaded)
+    )
     add_servicer(server, servicer)
     running = loop.run_in_executor(thread, worker.run)
     running.add_done_callback(lambda _: server.request_stop())
@@ -119,6 +128,7 @@ def _build(
         max_sessions=config.max_sessions,
         context_length=context,
         session_idle_s=config.session_idle_s,
+        gather_passes=config.gather_passes,
     )
     runner = _make_runner(loaded, limits)
     worker = Worker(runner, make_tier(loaded, context), limits, vocab_size=loaded.vocab_size)

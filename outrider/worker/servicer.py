@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ _QUIET_S = 1.0
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
+Outbox = asyncio.Queue[tuple[worker_pb2.Reply, float] | None]
+"""Replies and when they came about; None ends the stream."""
 
 
 class WorkerServicer:
@@ -38,7 +41,7 @@ class WorkerServicer:
         self.loaded = loaded
         self._incarnation = incarnation
         self._capabilities = capabilities
-        self._outboxes: set[asyncio.Queue[worker_pb2.Reply | None]] = set()
+        self._outboxes: set[Outbox] = set()
 
     async def Run(
         self,
@@ -46,13 +49,13 @@ class WorkerServicer:
         context: "Context[worker_pb2.RunRequest, worker_pb2.RunResponse]",
     ) -> AsyncIterator[worker_pb2.RunResponse]:
         """Entries in, replies out, until the orchestrator ends the stream."""
-        outbox: asyncio.Queue[worker_pb2.Reply | None] = asyncio.Queue()
+        outbox: Outbox = asyncio.Queue()
         self._outboxes.add(outbox)
         loop = asyncio.get_running_loop()
 
         def sink(reply: worker_pb2.Reply) -> None:
             with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens.
-                loop.call_soon_threadsafe(outbox.put_nowait, reply)
+                loop.call_soon_threadsafe(outbox.put_nowait, (reply, time.monotonic()))
 
         async def read() -> None:
             async for request in request_iterator:
@@ -137,14 +140,14 @@ class WorkerServicer:
             outbox.put_nowait(None)
 
 
-async def _next_batch(
-    outbox: "asyncio.Queue[worker_pb2.Reply | None]",
-) -> list[worker_pb2.Reply] | None:
+async def _next_batch(outbox: Outbox) -> list[worker_pb2.Reply] | None:
     """Everything that is ready, at least one reply; None at the end of the stream."""
     item = await outbox.get()
     batch = []
     while item is not None:
-        batch.append(item)
+        reply, done = item
+        reply.header.elapsed_us += int((time.monotonic() - done) * 1e6)
+        batch.append(reply)
         if outbox.empty() or len(batch) == _MAX_BATCH:
             return batch
         item = outbox.get_nowait()

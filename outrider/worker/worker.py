@@ -15,14 +15,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.engine.engine import Engine, Runner
+from outrider.engine.engine import Engine, Runner, StepResult
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidArgument, OutriderError, Unsupported
 from outrider.types import GenerationSpec, WorkTiming
 from outrider.v1 import worker_pb2
 from outrider.wire import spec_from_proto
-from outrider.worker.gathering import ReturnWindow
+from outrider.worker.gathering import DEFAULT_MAX_PASSES, ReturnWindow
 from outrider.worker.sessions import (
     Key,
     Refusal,
@@ -49,9 +49,13 @@ class Tier(Protocol):
         """The work for an entry, its `context` the tier's own. Raises Refusal or
         OutriderError when the entry is not for this tier or out of range."""
 
-    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply | None]:
-        """Look at logits [num_logits, vocab] of each work. A reply (without its header) ends
-        the work; None means that the tier has extended it."""
+    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+        """The reply (without its header) of each work, from what was drawn for it and its logits
+        [num_logits, vocab]."""
+
+    def go_on(self, work: Work) -> bool:
+        """Make a work that has just been answered the next one that its entry asks for; False
+        where it asks for no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class WorkerLimits:
     max_queued: int = 4096
     context_length: int = 8192
     session_idle_s: float = 3600.0
+    gather_passes: float = DEFAULT_MAX_PASSES
 
 
 @dataclass(slots=True)
@@ -105,7 +110,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self.run, name="outrider-worker", daemon=True)
         self._queued = 0
-        self._window = ReturnWindow()
+        self._window = ReturnWindow(limits.gather_passes)
 
     def start(self) -> None:
         """Run on a thread of its own."""
@@ -183,7 +188,7 @@ class Worker:
         except Exception as error:
             reply = worker_pb2.Reply(refused=self._refused(error))
         if reply is not None and not entry.HasField("cancel"):
-            _send(entry.header, reply, sink)
+            _send(entry.header, reply, sink, arrived)
 
     def _handle_bulk(
         self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
@@ -295,18 +300,29 @@ class Worker:
 
     def _step(self) -> None:
         started = time.monotonic()
-        result = self._engine.step()
-        self._window.passed(time.monotonic() - started)
+        for result in self._engine.steps(stop=lambda: not self._inbox.empty()):
+            self._window.passed(time.monotonic() - started)
+            self._handle_result(result)
+            started = time.monotonic()
+
+    def _handle_result(self, result: StepResult) -> None:
         for work, error in result.failed:
             self._finish(work, worker_pb2.Reply(refused=self._refused(error)))
         if not result.ready:
             return
         replies = self._advance(result.ready)
         for (work, _), reply in zip(result.ready, replies, strict=True):
-            if reply is not None:
+            if not reply.HasField("refused") and self._goes_on(work):
+                reply.header.more = True
+                _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
+                work.arrived = work.started = time.monotonic()
+            else:
                 self._finish(work, reply)
 
-    def _advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply | None]:
+    def _goes_on(self, work: Work) -> bool:
+        return self._tier.go_on(work) and self._engine.scheduler.go_on(work)
+
+    def _advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
         try:
             return self._tier.advance(ready)
         except Exception as error:
@@ -318,8 +334,9 @@ class Worker:
     def _finish(self, work: Work, reply: worker_pb2.Reply) -> None:
         self._engine.scheduler.finish(work)
         self._account(work.owner)
-        _send(work.owner.entry.header, reply, work.owner.sink)
         self._window.answered(key_of(work.owner.entry.header), time.monotonic())
+        # Last: the thread that sends it needs the interpreter.
+        _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
 
     def _account(self, task: _Task) -> None:
         task.session.works -= 1
@@ -334,7 +351,8 @@ class Worker:
         for work in self._engine.scheduler.drop(lambda work: is_dead(work.owner)):
             self._account(work.owner)
             refused = self._refused(Refusal(reason, "dropped before it was done"))
-            _send(work.owner.entry.header, worker_pb2.Reply(refused=refused), work.owner.sink)
+            reply = worker_pb2.Reply(refused=refused)
+            _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
@@ -429,6 +447,9 @@ def _reply_header(header: worker_pb2.EntryHeader) -> worker_pb2.ReplyHeader:
     )
 
 
-def _send(header: worker_pb2.EntryHeader, reply: worker_pb2.Reply, sink: ReplySink) -> None:
-    reply.header.CopyFrom(_reply_header(header))
+def _send(
+    header: worker_pb2.EntryHeader, reply: worker_pb2.Reply, sink: ReplySink, arrived: float
+) -> None:
+    reply.header.MergeFrom(_reply_header(header))
+    reply.header.elapsed_us = int((time.monotonic() - arrived) * 1e6)
     sink(reply)

@@ -1,52 +1,19 @@
 """The draft's tier: k guesses, one forward pass each, for all sessions of the batch at once."""
 
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from outrider.engine.rows import Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
-from outrider.sampling import (
-    RowParams,
-    SparseRows,
-    coupled_picks,
-    greedy_picks,
-    mask_tokens,
-    processed_log_probs,
-    sample_sparse_rows,
-    truncate_rows,
-)
-from outrider.types import (
-    MAX_SPECULATIVE_TOKENS,
-    GenerationSpec,
-    Proposal,
-    SparseDistribution,
-    VerificationMode,
-)
+from outrider.types import MAX_SPECULATIVE_TOKENS, GenerationSpec, Proposal
 from outrider.v1 import worker_pb2
 from outrider.wire import proposal_to_proto, require, timing_to_proto
 from outrider.worker.sessions import Refusal
 from outrider.worker.worker import deadline_of, timing_of
 
 PROPOSER_NAME = "draft"
-
-
-@dataclass(slots=True)
-class _Drafting:
-    """A proposal in the making, on a base of `base_len` tokens."""
-
-    spec: GenerationSpec
-    base_len: int
-    wanted: int
-    guesses: list[int] = field(default_factory=list)
-    distributions: list[SparseDistribution] = field(default_factory=list)
-
-    @property
-    def position(self) -> int:
-        """Where in the log the next guess stands."""
-        return self.base_len + len(self.guesses)
 
 
 class Drafter:
@@ -81,83 +48,22 @@ class Drafter:
             num_logits=1,
             reserve=base_len + wanted - 1,
             deadline=deadline_of(entry.header),
-            context=_Drafting(spec, base_len, wanted),
+            draw=Draw(spec, base_len, steps=wanted),
         )
 
-    @torch.inference_mode()
-    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply | None]:
-        draftings: list[_Drafting] = [work.context for work, _ in ready]
-        logits = ready[0][1] if len(ready) == 1 else torch.cat([rows for _, rows in ready])
-        self._draw(logits, draftings)
-        replies: list[worker_pb2.Reply | None] = []
-        for (work, _), drafting in zip(ready, draftings, strict=True):
-            if len(drafting.guesses) < drafting.wanted:
-                work.extend(drafting.guesses[-1])
-                replies.append(None)
-            else:
-                replies.append(_proposed(work, drafting))
-        return replies
+    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+        return [_proposed(work) for work, _ in ready]
 
-    def _draw(self, logits: Tensor, draftings: list[_Drafting]) -> None:
-        """Append one guess to each drafting; logits [draftings, vocab]."""
-        logits = _masked(logits, draftings)
-        if all(d.spec.sampling.greedy for d in draftings):
-            _append(draftings, greedy_picks(logits))
-            return
-        log_probs = processed_log_probs(
-            logits, RowParams.build([(d.spec.sampling, 1) for d in draftings], logits.device)
-        )
-        coupled = [i for i, d in enumerate(draftings) if not _sends_distribution(d.spec)]
-        sampled = [i for i, d in enumerate(draftings) if _sends_distribution(d.spec)]
-        if coupled:
-            _draw_coupled(log_probs[coupled], [draftings[i] for i in coupled])
-        if sampled:
-            _draw_sampled(log_probs[sampled], [draftings[i] for i in sampled])
+    def go_on(self, work: Work) -> bool:
+        return False
 
 
-def _draw_coupled(log_probs: Tensor, draftings: list[_Drafting]) -> None:
-    """Greedy rows are point masses here, so noise changes nothing about them."""
-    seeds = [d.spec.sampling.seed for d in draftings]
-    _append(draftings, coupled_picks(log_probs, seeds, [d.position for d in draftings]))
-
-
-def _draw_sampled(log_probs: Tensor, draftings: list[_Drafting]) -> None:
-    rows: SparseRows = truncate_rows(log_probs.exp())
-    picks = sample_sparse_rows(
-        rows,
-        [d.spec.sampling.seed for d in draftings],
-        [d.base_len for d in draftings],
-        [d.position for d in draftings],
-    )
-    for drafting, distribution in zip(draftings, rows.unpack(), strict=True):
-        drafting.distributions.append(distribution)
-    _append(draftings, picks)
-
-
-def _append(draftings: list[_Drafting], picks: Tensor) -> None:
-    for drafting, pick in zip(draftings, picks.tolist(), strict=True):
-        drafting.guesses.append(pick)
-
-
-def _sends_distribution(spec: GenerationSpec) -> bool:
-    return spec.mode is VerificationMode.REJECTION and not spec.sampling.greedy
-
-
-def _masked(logits: Tensor, draftings: list[_Drafting]) -> Tensor:
-    rows: list[int] = []
-    banned: list[int] = []
-    for row, drafting in enumerate(draftings):
-        spec = drafting.spec
-        if drafting.position < spec.prompt_len + spec.min_tokens:
-            rows += [row] * len(spec.stop_ids)
-            banned += spec.stop_ids
-    return mask_tokens(logits, rows, banned)
-
-
-def _proposed(work: Work, drafting: _Drafting) -> worker_pb2.Reply:
+def _proposed(work: Work) -> worker_pb2.Reply:
+    if work.drawn is None:
+        raise RuntimeError("the engine drew nothing")
     proposal = Proposal(
-        token_ids=tuple(drafting.guesses),
-        distributions=tuple(drafting.distributions),
+        token_ids=tuple(work.drawn.token_ids),
+        distributions=tuple(work.drawn.distributions),
         proposer=PROPOSER_NAME,
     )
     return worker_pb2.Reply(

@@ -28,7 +28,7 @@ async def serve(config: WorkerConfig) -> None:
         make_tier=_make_tier,
         make_servicer=WorkerServicer,
         add_servicer=_add_servicer,
-        capabilities=CAPABILITIES,
+        capabilities=lambda loaded: CAPABILITIES,
     )
 
 

@@ -7,6 +7,9 @@ k; the adaptive one takes its place behind the same two methods.
 from dataclasses import dataclass
 from typing import Protocol
 
+ALWAYS = 1 << 31
+"""As many rounds as there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
@@ -24,6 +27,9 @@ class Controller(Protocol):
     def next_length(self) -> int:
         """Guesses for the next round; 0 decodes plainly."""
 
+    def plain_rounds(self) -> int:
+        """Rounds from now on, at most, that are certain to carry no guesses."""
+
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round."""
 
@@ -36,6 +42,9 @@ class FixedLength:
 
     def next_length(self) -> int:
         return self.num_speculative_tokens
+
+    def plain_rounds(self) -> int:
+        return 0 if self.num_speculative_tokens else ALWAYS
 
     def observe(self, outcome: RoundOutcome) -> None:
         pass

@@ -127,6 +127,7 @@ class Generation:
     async def end(self) -> None:
         """Free everything: on the workers, and in the store what is not to be kept."""
         for remote in self._remotes:
+            remote.settle()
             if self._finished is None:
                 remote.cancel()
             if self._finished is None or not self._plan.keep:
@@ -288,6 +289,9 @@ class Generation:
                 verify_us=self._times.verify_us,
                 draft_compute_us=self._times.draft_compute_us,
                 verify_compute_us=self._times.verify_compute_us,
+                draft_worker_us=self._times.draft_worker_us,
+                verify_worker_us=self._times.verify_worker_us,
+                rounds_us=self._times.rounds_us,
                 first_token_us=self._first_token_us,
                 total_us=self._elapsed_us(),
             ),

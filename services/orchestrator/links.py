@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,17 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 KNOWN_CAPABILITIES = frozenset(
-    {"chain", "tree", "bulk", "greedy", "coupled", "rejection", "logprobs", "min_tokens"}
+    {
+        "chain",
+        "tree",
+        "bulk",
+        "greedy",
+        "coupled",
+        "rejection",
+        "logprobs",
+        "min_tokens",
+        "more_rounds",
+    }
 )
 _MAX_BATCH = 256
 _INFO_TIMEOUT_S = 5.0
@@ -52,6 +63,58 @@ class LinkCounters:
     reconnects: int = 0
 
 
+class Replies:
+    """The replies to one entry, in order; one reader."""
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self._forget = forget
+        self._arrived: deque[worker_pb2.Reply] = deque()
+        self._error: OutriderError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    async def next(self, timeout_s: float) -> worker_pb2.Reply:
+        """Raises Unavailable (link broken), TimeoutError."""
+        if not self._arrived:
+            await self._wait(timeout_s)
+        if not self._arrived:
+            raise self._error or Unavailable("the link broke")
+        return self._arrived.popleft()
+
+    def drain(self) -> list[worker_pb2.Reply]:
+        """What has arrived and was not read yet."""
+        arrived = list(self._arrived)
+        self._arrived.clear()
+        return arrived
+
+    def close(self) -> None:
+        """Further replies are late ones."""
+        self._forget()
+
+    def deliver(self, reply: worker_pb2.Reply) -> None:
+        self._arrived.append(reply)
+        self._wake()
+
+    def break_off(self, error: OutriderError) -> None:
+        """No more replies will come."""
+        self._error = error
+        self._wake()
+
+    async def _wait(self, timeout_s: float) -> None:
+        if self._error:
+            return
+        loop = asyncio.get_running_loop()
+        self._reader = loop.create_future()
+        timer = loop.call_later(timeout_s, _expire, self._reader)
+        try:
+            await self._reader
+        finally:
+            timer.cancel()
+
+    def _wake(self) -> None:
+        if self._reader and not self._reader.done():
+            self._reader.set_result(None)
+
+
 class WorkerLink:
     """A worker at an address. `send` needs `info`, which is None while the worker is away.
 
@@ -75,7 +138,7 @@ class WorkerLink:
             if tier == "draft"
             else target_pb2_grpc.TargetServiceStub(self._channel)  # type: ignore[no-untyped-call]
         )
-        self._waiting: dict[ReplyKey, asyncio.Future[worker_pb2.Reply]] = {}
+        self._waiting: dict[ReplyKey, Replies] = {}
         self._outbox: asyncio.Queue[worker_pb2.Entry | None] = asyncio.Queue()
         self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -118,20 +181,16 @@ class WorkerLink:
             self.counters.entries += 1
             self._outbox.put_nowait(entry)
 
-    async def send(self, entry: worker_pb2.Entry, timeout_s: float) -> worker_pb2.Reply:
-        """Send and wait for the reply. Raises Unavailable (link broken), TimeoutError."""
+    def send(self, entry: worker_pb2.Entry) -> "Replies":
+        """Send; the replies are to be closed in the end. Raises Unavailable."""
         if not self.up:
             raise Unavailable(f"the {self.tier} at {self.address} is away")
         key = key_of(entry.header)
-        future: asyncio.Future[worker_pb2.Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = future
+        replies = Replies(lambda: self._waiting.pop(key, None))
+        self._waiting[key] = replies
         self.counters.entries += 1
         self._outbox.put_nowait(entry)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        finally:
-            self._waiting.pop(key, None)
+        return replies
 
     async def send_bulk(
         self, requests: list[worker_pb2.BulkRequest], timeout_s: float
@@ -202,19 +261,16 @@ class WorkerLink:
             call.cancel()
             self._set_info(None)
             self.counters.reconnects += 1
-            for future in list(self._waiting.values()):
-                if not future.done():
-                    future.set_exception(
-                        Unavailable(f"the {self.tier} at {self.address} went away")
-                    )
+            for replies in list(self._waiting.values()):
+                replies.break_off(Unavailable(f"the {self.tier} at {self.address} went away"))
 
     def _deliver(self, reply: worker_pb2.Reply) -> None:
         self.counters.replies += 1
-        future = self._waiting.get(key_of(reply.header))
-        if future is None or future.done():
+        replies = self._waiting.get(key_of(reply.header))
+        if replies is None:
             self.counters.late_replies += 1
         else:
-            future.set_result(reply)
+            replies.deliver(reply)
 
     @staticmethod
     async def _batches(
@@ -236,6 +292,11 @@ class WorkerLink:
         self.info = info
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _expire(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
 
 
 def check_protocol(info: worker_pb2.InfoResponse, address: str) -> None:

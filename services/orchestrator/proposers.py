@@ -8,9 +8,9 @@ from outrider.errors import FailedPrecondition, InvalidArgument, OutriderError, 
 from outrider.token_log import TokenLog
 from outrider.types import Proposal
 from outrider.v1 import worker_pb2
-from outrider.wire import proposal_from_proto, timing_from_proto
+from outrider.wire import proposal_from_proto
 from services.orchestrator.ngram import NgramProposer
-from services.orchestrator.remote import RemoteSession
+from services.orchestrator.remote import NOTHING_SPENT, RemoteSession, Spent
 
 DRAFT = "draft"
 NGRAM = "ngram"
@@ -21,10 +21,10 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A proposal for the log as it is, and the microseconds that computing it took."""
+    """A proposal for the log as it is, and what it cost the worker that made it."""
 
     proposal: Proposal
-    compute_us: int = 0
+    spent: Spent = NOTHING_SPENT
 
 
 class Proposer(Protocol):
@@ -52,7 +52,7 @@ class NgramLookup:
         self._index.extend(self._log.tokens[len(self._index) :])
         guesses = self._index.propose(num_tokens)
         elapsed_us = int((time.perf_counter() - started) * 1e6)
-        return Proposed(Proposal(guesses, proposer=NGRAM), elapsed_us)
+        return Proposed(Proposal(guesses, proposer=NGRAM), Spent(elapsed_us, elapsed_us))
 
     def close(self) -> None:
         pass
@@ -96,7 +96,7 @@ class DraftModel:
         proposal = proposal_from_proto(reply.proposed.proposal, vocab_size=self._vocab_size)
         # A draft that guesses on unasked would fill the target's passes.
         asked = proposal if proposal.parents else proposal.cut(num_tokens)
-        return Proposed(asked, timing_from_proto(reply.proposed.timing).compute_us)
+        return Proposed(asked, Spent.of(reply, reply.proposed.timing))
 
     def close(self) -> None:
         self._remote.cancel()

@@ -9,7 +9,7 @@ from outrider.token_log import TokenLog
 from outrider.types import Fence, GenerationSpec
 from outrider.v1 import worker_pb2
 from outrider.wire import spec_to_proto
-from services.orchestrator.links import WorkerLink
+from services.orchestrator.links import Replies, WorkerLink
 
 INLINE_TOKENS = 4096
 """Missing tokens up to this many travel in the entry itself, more on the bulk stream."""
@@ -44,6 +44,21 @@ class Routing:
     traceparent: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Microseconds that an entry took on a worker: computing, and in all."""
+
+    compute_us: int = 0
+    worker_us: int = 0
+
+    @classmethod
+    def of(cls, reply: worker_pb2.Reply, timing: worker_pb2.WorkTiming) -> "Spent":
+        return cls(timing.compute_us, reply.header.elapsed_us)
+
+
+NOTHING_SPENT = Spent()
+
+
 class RemoteSession:
     """A session's presence on one worker. One call at a time; `log` is the orchestrator's."""
 
@@ -56,6 +71,8 @@ class RemoteSession:
         self._routing = routing
         self._log = log
         self._number = 0
+        self._more: Replies | None = None
+        """Where further replies to the last entry come in, if it asked for several."""
         self._incarnation = 0
         self._asked = 0
         """Incarnation that an Open went to, answered or not: it may hold the session."""
@@ -69,9 +86,11 @@ class RemoteSession:
     ) -> worker_pb2.Reply:
         """Carry out an entry on the whole log; `set_op` fills in its op, the delta included.
 
-        `deadline` is on the monotonic clock. Raises the OutriderError that a refusal stands
+        Further replies, if it asked for them, come by `next_reply`. `deadline` is on the
+        monotonic clock. Raises the OutriderError that a refusal stands
         for, Unavailable when the worker goes away, DeadlineExceeded.
         """
+        self.settle()
         for _ in range(_MAX_ATTEMPTS):
             if not await self._ensure_open(deadline):
                 continue
@@ -80,6 +99,38 @@ class RemoteSession:
                 self._held = len(self._log)
                 return reply
         raise errors.Unavailable(f"the {self.link.tier} keeps losing the session")
+
+    def offers(self, capability: str) -> bool:
+        info = self.link.info
+        return info is not None and capability in info.capabilities
+
+    @property
+    def has_more(self) -> bool:
+        """Further replies to the last entry are on their way."""
+        return self._more is not None
+
+    async def next_replies(self, deadline: float) -> list[worker_pb2.Reply]:
+        """Further replies to the last entry, which `has_more`: all that are there.
+
+        Waits for one. None are left where the worker ends them by a refusal: ask anew. Raises
+        Unavailable when the worker goes away, DeadlineExceeded.
+        """
+        if self._more is None:
+            raise errors.InternalError("no further replies are to come")
+        replies = self._more
+        found = [await self._receive(replies, deadline)]
+        if found[-1].header.more:
+            found += replies.drain()
+            self._keep(replies, more=found[-1].header.more)
+        self._held = len(self._log)
+        return [reply for reply in found if not reply.HasField("refused")]
+
+    def settle(self) -> None:
+        """Want no further replies to the last entry."""
+        if self._more is not None:
+            self._more.close()
+            self._more = None
+            self.cancel()
 
     def cancel(self) -> None:
         """Drop whatever is under way there."""
@@ -166,8 +217,14 @@ class RemoteSession:
             )
 
     async def _send(self, entry: worker_pb2.Entry, deadline: float) -> worker_pb2.Reply:
+        return await self._receive(self.link.send(entry), deadline)
+
+    async def _receive(self, replies: Replies, deadline: float) -> worker_pb2.Reply:
+        more = False
         try:
-            return await self.link.send(entry, _left(deadline))
+            reply = await replies.next(_left(deadline))
+            more = reply.header.more
+            return reply
         except TimeoutError:
             self.cancel()
             raise errors.DeadlineExceeded(
@@ -176,6 +233,14 @@ class RemoteSession:
         except BaseException:
             self.cancel()
             raise
+        finally:
+            self._keep(replies, more=more)
+
+    def _keep(self, replies: Replies, *, more: bool) -> None:
+        """Go on listening while more replies are to come."""
+        self._more = replies if more else None
+        if not more:
+            replies.close()
 
     def _entry(self, timeout_s: float) -> worker_pb2.Entry:
         return worker_pb2.Entry(header=self._header(len(self._log), timeout_s))

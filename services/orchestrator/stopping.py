@@ -138,6 +138,17 @@ class OutputStream:
         limit = min(self._rules.max_tokens, self._rules.context_length - self._prompt_len)
         return limit - self._num_released - len(self._held)
 
+    def goes_on_after(self, token_ids: Sequence[int]) -> bool:
+        """Whether the generation is known to go on after these tokens, pushed next.
+
+        A look at the ids alone: where stop strings may end it, the answer is False.
+        """
+        first = self._detokenizer.num_tokens
+        return not self._rules.stop_strings and not any(
+            self._rules.reason_at(token_id, first + index, self._prompt_len)
+            for index, token_id in enumerate(token_ids)
+        )
+
     def push(
         self,
         token_ids: Sequence[int],

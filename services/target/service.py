@@ -1,7 +1,9 @@
 """The target service: a worker that verifies, and the tokenizer for orchestrators."""
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
+from outrider.config import setting
 from outrider.engine.loaded_model import LoadedModel
 from outrider.rpc.server import Server, run_service
 from outrider.v1 import target_pb2, target_pb2_grpc
@@ -34,7 +36,26 @@ def _add_servicer(server: Server, servicer: WorkerServicer) -> None:
     )
 
 
-async def serve(config: WorkerConfig) -> None:
+@dataclass(frozen=True)
+class TargetConfig(WorkerConfig):
+    """What a target can be told."""
+
+    more_rounds: str = setting(
+        "auto",
+        help="offer to go on with plain rounds unasked; auto does on a GPU. On a CPU the rounds "
+        "would compete with those who tell the client of them",
+        choices=("auto", "on", "off"),
+    )
+
+
+def _capabilities(config: TargetConfig, loaded: LoadedModel) -> tuple[str, ...]:
+    offered = config.more_rounds == "on" or (
+        config.more_rounds == "auto" and loaded.device.type == "cuda"
+    )
+    return (*CAPABILITIES, "more_rounds") if offered else CAPABILITIES
+
+
+async def serve(config: TargetConfig) -> None:
     await serve_worker(
         config,
         tier_name="target",
@@ -42,9 +63,9 @@ async def serve(config: WorkerConfig) -> None:
         make_tier=_make_tier,
         make_servicer=TargetServicer,
         add_servicer=_add_servicer,
-        capabilities=CAPABILITIES,
+        capabilities=lambda loaded: _capabilities(config, loaded),
     )
 
 
 def main() -> None:
-    run_service(WorkerConfig, serve, name="target")
+    run_service(TargetConfig, serve, name="target")

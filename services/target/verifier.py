@@ -1,20 +1,19 @@
 """The target's tier: one pass over a proposal, then the decision."""
 
-import itertools
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outrider.engine.drawing import must_go_on
+from outrider.engine.rows import Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import Unsupported
 from outrider.sampling import (
     Chain,
     RowParams,
-    coupled_picks,
-    greedy_picks,
     mask_tokens,
     position_logprobs,
     processed_log_probs,
@@ -27,14 +26,18 @@ from outrider.wire import proposal_from_proto, require, verified_to_proto
 from outrider.worker.sessions import Refusal
 from outrider.worker.worker import deadline_of, timing_of
 
+MAX_MORE_ROUNDS = 1024
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Verification:
     """A proposal on its base; row i of its logits decides about position base_len + i."""
 
     spec: GenerationSpec
     base_len: int
     proposal: Proposal
+    more_rounds: int = 0
+    verdict: Verdict | None = None
 
     @property
     def positions(self) -> range:
@@ -58,6 +61,12 @@ class Verifier:
         if proposal.parents:
             raise Unsupported("this target verifies chains only", field="proposal.parents")
         base_len = len(sequence.log)
+        more_rounds = entry.verify.more_rounds
+        require(
+            more_rounds <= MAX_MORE_ROUNDS,
+            f"{more_rounds} is not in [0, {MAX_MORE_ROUNDS}]",
+            "more_rounds",
+        )
         proposal = proposal.cut(self._context_length - base_len - 1)
         return Work(
             sequence=sequence,
@@ -65,61 +74,73 @@ class Verifier:
             num_logits=len(proposal) + 1,
             reserve=base_len + len(proposal),
             deadline=deadline_of(entry.header),
-            context=_Verification(spec, base_len, proposal),
+            draw=_draw_of(spec, base_len),
+            ahead=_ahead(spec, more_rounds),
+            context=_Verification(spec, base_len, proposal, more_rounds),
         )
 
     @torch.inference_mode()
-    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply | None]:
-        verifications: list[_Verification] = [work.context for work, _ in ready]
-        verdicts: list[Verdict | None] = [None] * len(ready)
-        for rule in (_verify_greedy, _verify_coupled, _verify_rejection):
-            own = [i for i, v in enumerate(verifications) if _rule_of(v.spec) is rule]
-            if own:
-                chosen = [verifications[i] for i in own]
-                raw = _concatenate([ready[i][1] for i in own])
-                for i, verdict in zip(own, rule(_masked(raw, chosen), chosen), strict=True):
-                    verdicts[i] = verdict
+    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+        verdicts = {id(work): _by_draw(work) for work, _ in ready if work.drawn is not None}
+        sampled = [(work, logits) for work, logits in ready if work.drawn is None]
+        if sampled:
+            verifications = [work.context for work, _ in sampled]
+            raw = _concatenate([logits for _, logits in sampled])
+            found = _verify_rejection(_masked(raw, verifications), verifications)
+            verdicts |= {id(work): v for (work, _), v in zip(sampled, found, strict=True)}
+        for work, logits in ready:
+            work.context.verdict = _with_logprobs(verdicts[id(work)], work.context, logits)
         return [
-            worker_pb2.Reply(
-                verified=verified_to_proto(
-                    _with_logprobs(verdict, verification, logits), timing_of(work)
-                )
-            )
-            for verdict, verification, (work, logits) in zip(
-                verdicts, verifications, ready, strict=True
-            )
-            if verdict is not None
+            worker_pb2.Reply(verified=verified_to_proto(work.context.verdict, timing_of(work)))
+            for work, _ in ready
         ]
 
+    def go_on(self, work: Work) -> bool:
+        """The next plain round stands on the tokens of this one's verdict."""
+        done: _Verification = work.context
+        if not done.more_rounds or done.verdict is None:
+            return False
+        tokens, log = done.verdict.token_ids, work.sequence.log
+        log.append(tokens)
+        base_len = len(log)
+        if _holds_stop(done, tokens) or base_len >= self._context_length:
+            return False
+        work.tokens[done.base_len :] = tokens
+        work.computed = base_len - 1
+        del work.sequence.cached[work.computed :]  # KV of rejected guesses.
+        work.num_logits, work.reserve = 1, base_len
+        work.draw, work.drawn = _draw_of(done.spec, base_len), None
+        work.ahead = _ahead(done.spec, done.more_rounds - 1)
+        work.context = _Verification(done.spec, base_len, Proposal(), done.more_rounds - 1)
+        return True
 
-def _rule_of(spec: GenerationSpec):  # type: ignore[no-untyped-def]
-    if spec.sampling.greedy:
-        return _verify_greedy
-    return _verify_rejection if spec.mode is VerificationMode.REJECTION else _verify_coupled
 
-
-def _verify_greedy(logits: Tensor, verifications: list[_Verification]) -> list[Verdict]:
-    return _by_picks(greedy_picks(logits).tolist(), verifications)
-
-
-def _verify_coupled(logits: Tensor, verifications: list[_Verification]) -> list[Verdict]:
-    picks = coupled_picks(
-        _log_probs(logits, verifications),
-        [v.spec.sampling.seed for v in verifications for _ in v.positions],
-        [position for v in verifications for position in v.positions],
+def _holds_stop(done: _Verification, tokens: Tokens[int]) -> bool:
+    """Whether the generation may end at one of the tokens; an accepted guess can be such a one."""
+    return any(
+        token in done.spec.stop_ids and not must_go_on(done.spec, position)
+        for position, token in enumerate(tokens, done.base_len)
     )
-    return _by_picks(picks.tolist(), verifications)
 
 
-def _by_picks(picks: list[int], verifications: list[_Verification]) -> list[Verdict]:
-    verdicts = []
-    for verification, own in zip(verifications, _split(picks, verifications), strict=True):
-        guesses = verification.proposal.token_ids
-        accepted = verify_tokens(own, guesses)
-        verdicts.append(
-            Verdict((*guesses[:accepted], own[accepted]), accepted, num_proposed=len(guesses))
-        )
-    return verdicts
+def _draw_of(spec: GenerationSpec, base_len: int) -> Draw | None:
+    """None in rejection sampling, which decides by distributions."""
+    if spec.mode is VerificationMode.REJECTION and not spec.sampling.greedy:
+        return None
+    return Draw(spec, base_len)
+
+
+def _ahead(spec: GenerationSpec, more_rounds: int) -> int:
+    """Rounds that nobody has to look at the logits of."""
+    return more_rounds if _draw_of(spec, 0) and spec.logprobs is None else 0
+
+
+def _by_draw(work: Work) -> Verdict:
+    """The target's own draw at every row is what is emitted; guesses that equal it are accepted."""
+    own = work.drawn.token_ids if work.drawn else []
+    guesses = work.context.proposal.token_ids
+    accepted = verify_tokens(own, guesses)
+    return Verdict((*guesses[:accepted], own[accepted]), accepted, num_proposed=len(guesses))
 
 
 def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> list[Verdict]:
@@ -156,16 +177,11 @@ def _masked(logits: Tensor, verifications: list[_Verification]) -> Tensor:
     for verification in verifications:
         spec = verification.spec
         for position in verification.positions:
-            if position < spec.prompt_len + spec.min_tokens:
+            if must_go_on(spec, position):
                 rows += [row] * len(spec.stop_ids)
                 banned += spec.stop_ids
             row += 1
     return mask_tokens(logits, rows, banned)
-
-
-def _split(picks: list[int], verifications: list[_Verification]) -> list[list[int]]:
-    iterator = iter(picks)
-    return [list(itertools.islice(iterator, len(v.positions))) for v in verifications]
 
 
 def _with_logprobs(verdict: Verdict, verification: _Verification, logits: Tensor) -> Verdict:

@@ -103,7 +103,13 @@ def test_time_per_token_counts_tokens_not_chunks():
 
 
 def test_a_summary_adds_up():
-    told = usage(draft_us=3000, draft_compute_us=2000, verify_us=9000, verify_compute_us=6000)
+    told = usage(
+        verify_us=9000,
+        verify_compute_us=6000,
+        draft_worker_us=2500,
+        verify_worker_us=6500,
+        rounds_us=13_000,
+    )
     run = SystemRun(
         "speculative",
         (result(usage=told), result((4, 5), category="math", ttft=0.2, last=0.4, usage=told)),

@@ -81,7 +81,9 @@ async def until(condition, timeout_s: float = 10) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_all_serve_and_stop_orchestrator_first(programs, tmp_path):
+@pytest.mark.parametrize("longest_path", [0, 4096])
+async def test_all_serve_and_stop_orchestrator_first(programs, tmp_path, monkeypatch, longest_path):
+    monkeypatch.setattr("outrider.cli.stack._MAX_SOCKET_PATH", longest_path)
     seen = []
     chosen = config(
         num_drafts=2, num_targets=2, num_speculative_tokens=5, threads=1, proposer="ngram", port=7
@@ -108,8 +110,11 @@ async def test_all_serve_and_stop_orchestrator_first(programs, tmp_path):
     for pair in (("--num-speculative-tokens", "5"), ("--proposer", "ngram"), ("--port", "7")):
         assert pair in pairs
     target = next(row["argv"] for row in written(tmp_path) if row["role"] == "target")
-    assert target[:4] == ["--host", "127.0.0.1", "--port", "0"]
-    assert target[6:] == ["--model", "demo", "--dtype", "auto", "--threads", "1"]
+    if longest_path:
+        assert target[0] == "--socket" and target[1].endswith(".sock")
+    else:
+        assert target[:4] == ["--host", "127.0.0.1", "--port", "0"]
+    assert target[-6:] == ["--model", "demo", "--dtype", "auto", "--threads", "1"]
 
 
 async def test_no_drafts(programs):

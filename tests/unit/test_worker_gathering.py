@@ -17,11 +17,27 @@ def test_nobody_is_waited_for_when_nobody_was_answered():
     assert learned(trip_s=0.001, pass_s=0.02).wait_s(1000.0) == 0.0
 
 
-def test_a_short_trip_is_waited_for_twice_its_length():
+def test_a_short_trip_is_waited_for():
     window = learned(trip_s=0.001, pass_s=0.02)
     window.answered("b", 1000.0)
-    assert abs(window.wait_s(1000.0) - 0.002) < 1e-6
-    assert window.wait_s(1000.0021) == 0.0
+    assert abs(window.wait_s(1000.0) - 0.001) < 1e-6
+    assert window.wait_s(1000.0011) == 0.0
+
+
+def test_trips_that_vary_are_waited_for_longer():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    for turn in range(2000, 2200):
+        window.answered("a", float(turn))
+        window.returned("a", turn + (0.0005 if turn % 2 else 0.0015))
+    window.answered("b", 3000.0)
+    assert 0.0018 < window.wait_s(3000.0) < 0.0022
+
+
+def test_the_last_one_out_counts():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    window.answered("b", 1000.0)
+    window.answered("c", 1000.003)
+    assert abs(window.wait_s(1000.0035) - 0.0005) < 1e-6
 
 
 def test_who_is_back_is_not_waited_for():
@@ -31,10 +47,21 @@ def test_who_is_back_is_not_waited_for():
     assert window.wait_s(1000.0006) == 0.0
 
 
-def test_a_trip_that_is_long_beside_a_pass_is_not_waited_for():
+def test_a_trip_that_is_long_beside_a_pass_is_waited_for_only_when_it_is_nearly_over():
     window = learned(trip_s=0.010, pass_s=0.02)
     window.answered("b", 1000.0)
     assert window.wait_s(1000.0) == 0.0
+    assert abs(window.wait_s(1000.006) - 0.004) < 1e-6
+
+
+def test_more_patience_waits_for_longer_trips():
+    window = ReturnWindow(4.0)
+    for turn in range(200):
+        window.passed(0.007)
+        window.answered("a", float(turn))
+        window.returned("a", turn + 0.010)
+    window.answered("b", 1000.0)
+    assert abs(window.wait_s(1000.0) - 0.010) < 1e-4
 
 
 def test_a_pass_that_has_started_ends_the_waiting():
@@ -58,7 +85,7 @@ def test_a_long_pause_is_soon_forgotten():
     window = learned(trip_s=0.001, pass_s=0.02)
     window.answered("a", 1000.0)
     window.returned("a", 2000.0)
-    for turn in range(2001, 2006):
+    for turn in range(2001, 2031):
         window.answered("a", float(turn))
         window.returned("a", turn + 0.001)
     window.answered("b", 3000.0)

@@ -1,0 +1,226 @@
+"""Drawing on a CUDA device: picks of a pass, and the draft's loop, without the host in between.
+
+A pass leaves its picks in one buffer. Before each further pass of a loop a kernel (`_feed`) turns
+the pick of every row into that row's next input, so that host and device meet once a round, when
+the tokens drawn are read.
+"""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.cuda_kernels import BLOCK_TOKENS
+from outrider.engine.drawing import must_go_on
+from outrider.engine.rows import Draw, Rows
+from outrider.sampling import cuda_sampler
+from outrider.types import MAX_PROPOSAL_TOKENS, SamplingParams
+
+MAX_STEPS = MAX_PROPOSAL_TOKENS
+"""Passes of one loop at most."""
+
+
+def can_draw(draw: Draw) -> bool:
+    """Whether the kernels draw this: picks, and nothing masked (min_tokens)."""
+    masked = draw.spec.stop_ids and must_go_on(draw.spec, draw.base_len)
+    return not draw.sends_distributions and not masked
+
+
+def has_cuts(sampling: SamplingParams) -> bool:
+    """Whether tokens are cut off (top_k, top_p, min_p), which takes more launches."""
+    cuts = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
+    return cuts and not sampling.greedy
+
+
+class Inputs:
+    """Named int32 arrays on host and device, sent in one copy."""
+
+    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
+        total = sum(sizes.values())
+        self._staging = torch.zeros(total, dtype=torch.int32).pin_memory()
+        self._device = torch.zeros(total, dtype=torch.int32, device=device)
+        ends = np.cumsum(list(sizes.values()))
+        places = {
+            name: slice(int(end) - size, int(end))
+            for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+        self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.host = {name: self._staging.numpy()[place] for name, place in places.items()}
+        self.device = {name: self._device[place] for name, place in places.items()}
+
+    def wait(self) -> None:
+        """Before `host` is written: until the last copy has read it."""
+        self._sent.synchronize()
+
+    def send(self) -> None:
+        """Copy, in the order of the stream."""
+        self._device.copy_(self._staging, non_blocking=True)
+        self._sent.record()
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """The device side of a pass of `rows` rows: what the loop's kernel writes."""
+
+    token_ids: Tensor  # [rows] int32
+    positions: Tensor  # [rows] int32
+    slots: Tensor  # [rows] int32
+    tiles: Tensor  # [4, rows] int32
+    tables: Tensor  # [rows, blocks] int32
+    wanted: Tensor  # [rows] int32
+    params: Tensor  # [rows, ROW_WORDS] int32
+
+
+class DrawBuffers:
+    """What was drawn: by the last pass, and in each step of a loop."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.picks = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.history = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64, device=device)
+        self._on_host = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64).pin_memory()
+        self._numbers = self._on_host.numpy()
+        self._arrived = [
+            torch.cuda.Event()  # type: ignore[no-untyped-call]
+            for _ in range(MAX_STEPS)
+        ]
+
+    def read_picks(self, count: int) -> list[int]:
+        """The picks of the last pass; waits for the device."""
+        self._on_host[0].copy_(self.picks, non_blocking=True)
+        self._arrived[0].record()
+        return self.receive(0, count)
+
+    def read_history(self, steps: int, count: int) -> list[list[int]]:
+        """What each of `count` rows drew in `steps` steps; waits for the device."""
+        self._on_host[:steps].copy_(self.history[:steps], non_blocking=True)
+        self._arrived[0].record()
+        self._arrived[0].synchronize()
+        rows: list[list[int]] = self._numbers[:steps, :count].T.tolist()
+        return rows
+
+    def send(self, step: int) -> None:
+        """Bring what a step drew to the host, in the order of the stream."""
+        self._on_host[step].copy_(self.history[step], non_blocking=True)
+        self._arrived[step].record()
+
+    def receive(self, step: int, count: int) -> list[int]:
+        """What each of `count` rows drew in a step that was sent; waits for it."""
+        self._arrived[step].synchronize()
+        picks: list[int] = self._numbers[step, :count].tolist()
+        return picks
+
+
+class DraftLoop:
+    """Starts and continues the loop of up to `rows` sequences on the inputs of their pass."""
+
+    def __init__(self, target: PassInputs, buffers: DrawBuffers, device: torch.device) -> None:
+        rows, width = target.tables.shape
+        self.rows = rows
+        self._target = target
+        self._buffers = buffers
+        self._inputs = Inputs(
+            {
+                "step": 1,
+                "sources": rows,
+                "positions": rows,
+                "limits": rows,
+                "params": target.params.numel(),
+                "tables": rows * width,
+            },
+            device,
+        )
+
+    def start(self, entries: Tokens[tuple[Rows, Draw, int]]) -> None:
+        """Each entry's last pick stands at its index in the picks of the pass before."""
+        self._inputs.wait()
+        host = self._inputs.host
+        tables = host["tables"].reshape(self.rows, -1)
+        params = host["params"].reshape(self.rows, -1)
+        host["limits"][:] = 0
+        for row, (rows, draw, source) in enumerate(entries):
+            last = draw.base_len + draw.steps - 1
+            blocks = rows.blocks[: -(-last // BLOCK_TOKENS)]
+            tables[row, : len(blocks)] = blocks
+            host["sources"][row] = source
+            host["positions"][row] = draw.base_len - 1
+            host["limits"][row] = last
+            cuda_sampler.fill_rows(params, row, draw.spec.sampling, (draw.base_len,))
+        host["step"][0] = 0
+        self._inputs.send()
+        device, target = self._inputs.device, self._target
+        target.tables.copy_(device["tables"].view_as(target.tables))
+        target.params.copy_(device["params"].view_as(target.params))
+        self.feed()
+
+    def feed(self) -> None:
+        """Note what was drawn, and make it the input of the next pass."""
+        device, target, buffers = self._inputs.device, self._target, self._buffers
+        _feed[(1,)](
+            device["step"],
+            device["sources"],
+            device["positions"],
+            device["limits"],
+            buffers.picks,
+            buffers.history,
+            buffers.history.stride(0),
+            target.token_ids,
+            target.positions,
+            target.slots,
+            target.tiles,
+            target.tables,
+            target.tables.stride(0),
+            target.wanted,
+            target.params,
+            ROWS=self.rows,
+            BLOCK=BLOCK_TOKENS,
+            ROW_WORDS=cuda_sampler.ROW_WORDS,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _feed(  # type: ignore[no-untyped-def]
+    step,
+    sources,
+    last_positions,
+    limits,
+    picks,
+    history,
+    history_stride,
+    token_ids,
+    positions,
+    slots,
+    tiles,
+    tables,
+    table_stride,
+    wanted,
+    words,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    now = tl.load(step)
+    limit = tl.load(limits + row)
+    pick = tl.load(picks + tl.load(sources + row), mask=limit > 0, other=0)
+    tl.store(history + now * history_stride + row, pick, mask=limit > 0)
+    position = tl.load(last_positions + row) + 1
+    goes_on = position < limit
+    block = tl.load(tables + row * table_stride + position // BLOCK, mask=goes_on, other=0)
+    tl.store(token_ids + row, tl.where(goes_on, pick, 0).to(tl.int32))
+    tl.store(positions + row, tl.where(goes_on, position, 0))
+    tl.store(slots + row, tl.where(goes_on, block * BLOCK + position % BLOCK, -1))
+    tl.store(tiles + row, row)
+    tl.store(tiles + ROWS + row, row)
+    tl.store(tiles + 2 * ROWS + row, goes_on.to(tl.int32))
+    tl.store(tiles + 3 * ROWS + row, position)
+    tl.store(wanted + row, row)
+    # Words 7 and 8 of the parameters are the position that the next pick will have.
+    tl.store(words + row * ROW_WORDS + 7, position + 1)
+    tl.debug_barrier()
+    tl.store(sources + row, row)
+    tl.store(last_positions + row, position)
+    tl.store(step, now + 1)

@@ -1,0 +1,127 @@
+"""Tokens drawn from logits, and the loop that feeds each drawn token to the next pass.
+
+Both tiers draw: the target its own token at every row of a verification, the draft its guesses.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.rows import Draw, Drawn, Output, Rows
+from outrider.sampling import (
+    RowParams,
+    SparseRows,
+    coupled_picks,
+    greedy_picks,
+    mask_tokens,
+    processed_log_probs,
+    sample_sparse_rows,
+    truncate_rows,
+)
+from outrider.types import GenerationSpec
+
+
+def run(batch: Tokens[Rows], forward: Callable[[Tokens[Rows]], Tensor]) -> Output:
+    """One pass over the batch, and the further ones that its draws ask for."""
+    logits = forward(batch)
+    drawn = [Drawn() if rows.draw else None for rows in batch]
+    if not any(rows.draw for rows in batch):
+        return Output(logits, drawn)
+    going = [
+        (rows, rows.draw, result)
+        for rows, result in zip(batch, drawn, strict=True)
+        if rows.draw is not None and result is not None
+    ]
+    _draw(_drawing_rows(batch, logits), [(d, r, rows.num_logits) for rows, d, r in going])
+    step = 1
+    while going := [item for item in going if item[1].steps > step]:
+        next_batch = [
+            Rows(result.token_ids[-1:], draw.base_len + step - 1, rows.blocks, 1)
+            for rows, draw, result in going
+        ]
+        _draw(forward(next_batch), [(draw, result, 1) for _, draw, result in going])
+        step += 1
+    return Output(logits, drawn)
+
+
+def _drawing_rows(batch: Tokens[Rows], logits: Tensor) -> Tensor:
+    """The logits of the entries that draw."""
+    if all(rows.draw for rows in batch if rows.num_logits):
+        return logits
+    parts = torch.split(logits, [rows.num_logits for rows in batch])
+    return torch.cat([part for part, rows in zip(parts, batch, strict=True) if rows.draw])
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of logits: whose it is, and which position of the log it decides about."""
+
+    draw: Draw
+    drawn: Drawn
+    position: int
+
+
+@torch.inference_mode()
+def _draw(logits: Tensor, entries: Tokens[tuple[Draw, Drawn, int]]) -> None:
+    """Draw at `count` rows of each entry; logits [rows of all, vocab]."""
+    rows = [
+        _Row(draw, drawn, draw.base_len + len(drawn.token_ids) + i)
+        for draw, drawn, count in entries
+        for i in range(count)
+    ]
+    logits = _masked(logits, rows)
+    if all(row.draw.spec.sampling.greedy for row in rows):
+        _append(rows, greedy_picks(logits))
+        return
+    params = RowParams.build([(row.draw.spec.sampling, 1) for row in rows], logits.device)
+    log_probs = processed_log_probs(logits, params)
+    coupled = [i for i, row in enumerate(rows) if not row.draw.sends_distributions]
+    sampled = [i for i, row in enumerate(rows) if row.draw.sends_distributions]
+    if coupled:
+        chosen = [rows[i] for i in coupled]
+        _append(chosen, _coupled(log_probs if not sampled else log_probs[coupled], chosen))
+    if sampled:
+        _sample(log_probs[sampled], [rows[i] for i in sampled])
+
+
+def _coupled(log_probs: Tensor, rows: Tokens[_Row]) -> Tensor:
+    """Greedy rows are point masses here, so noise changes nothing about them."""
+    seeds = [row.draw.spec.sampling.seed for row in rows]
+    return coupled_picks(log_probs, seeds, [row.position for row in rows])
+
+
+def _sample(log_probs: Tensor, rows: Tokens[_Row]) -> None:
+    truncated: SparseRows = truncate_rows(log_probs.exp())
+    picks = sample_sparse_rows(
+        truncated,
+        [row.draw.spec.sampling.seed for row in rows],
+        [row.draw.base_len for row in rows],
+        [row.position for row in rows],
+    )
+    for row, distribution in zip(rows, truncated.unpack(), strict=True):
+        row.drawn.distributions.append(distribution)
+    _append(rows, picks)
+
+
+def _append(rows: Tokens[_Row], picks: Tensor) -> None:
+    for row, pick in zip(rows, picks.tolist(), strict=True):
+        row.drawn.token_ids.append(pick)
+
+
+def _masked(logits: Tensor, rows: Tokens[_Row]) -> Tensor:
+    """Ban stop ids at positions where min_tokens is not reached, as decoding one by one would."""
+    indices: list[int] = []
+    banned: list[int] = []
+    for index, row in enumerate(rows):
+        if must_go_on(row.draw.spec, row.position):
+            indices += [index] * len(row.draw.spec.stop_ids)
+            banned += row.draw.spec.stop_ids
+    return mask_tokens(logits, indices, banned)
+
+
+def must_go_on(spec: GenerationSpec, position: int) -> bool:
+    """Whether a token at this position of the log may not end the generation (min_tokens)."""
+    return position < spec.prompt_len + spec.min_tokens

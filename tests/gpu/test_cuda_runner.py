@@ -1,0 +1,172 @@
+"""The CUDA runner's captured draws and loops against passes that the host steers one by one."""
+
+import random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from outrider.engine import drawing
+from outrider.engine.cuda_drawing import can_draw
+from outrider.engine.cuda_runner import CudaRunner
+from outrider.engine.loading import load_model
+from outrider.engine.rows import Draw, Rows
+from outrider.engine.surgery import optimise
+from outrider.types import GenerationSpec, SamplingParams, VerificationMode
+
+VOCABULARY = 512
+BLOCKS_EACH = 8
+SEQUENCES = 40
+
+
+@pytest.fixture(scope="module")
+def runner():
+    loaded = load_model("synthetic:tiny,eps=0.5", tier="draft", dtype="bfloat16", device="cuda")
+    optimise(loaded.model)
+    made = CudaRunner(loaded, num_blocks=BLOCKS_EACH * SEQUENCES, max_rows=256, max_context=256)
+    made.warm_up()
+    return made
+
+
+class Chooser:
+    """Random batches; a sequence's tokens so far are its cached ones."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lengths = [0] * SEQUENCES
+
+    def blocks(self, index: int) -> list[int]:
+        return list(range(index * BLOCKS_EACH, (index + 1) * BLOCKS_EACH))
+
+    def sampling(self) -> SamplingParams:
+        choose = self.random.choice
+        return SamplingParams(
+            temperature=choose([0.0, 0.7, 1.0, 1.5]),
+            top_k=choose([0, 0, 5, 50]),
+            top_p=choose([1.0, 0.95, 0.5]),
+            min_p=choose([0.0, 0.0, 0.05]),
+            seed=self.random.getrandbits(64),
+        )
+
+    def spec(self) -> GenerationSpec:
+        masked = self.random.random() < 0.1
+        return GenerationSpec(
+            self.sampling(),
+            mode=self.random.choice([VerificationMode.COUPLED] * 5 + [VerificationMode.REJECTION]),
+            prompt_len=1,
+            min_tokens=200 if masked else 0,
+            stop_ids=(3, 4) if masked else (),
+        )
+
+    def rows(self, index: int, *, max_steps: int) -> Rows:
+        start = self.lengths[index]
+        count = self.random.choice([1, 1, 2, 5, 9, 17])
+        logits = self.random.choice([1, 1, min(count, 5), 0] if max_steps == 1 else [1, 1, 0])
+        draw = None
+        if logits and self.random.random() < 0.9:
+            first = start + count - logits + 1
+            draw = Draw(self.spec(), first, self.random.randint(1, max_steps) if logits == 1 else 1)
+        tokens = [self.random.randrange(VOCABULARY) for _ in range(count)]
+        return Rows(tokens, start, self.blocks(index), logits, draw)
+
+    def batch(self, *, size: int, max_steps: int) -> list[Rows]:
+        chosen = self.random.sample(range(SEQUENCES), size)
+        batch = []
+        for index in chosen:
+            if self.lengths[index] + 40 > BLOCKS_EACH * 32:
+                self.lengths[index] = 0
+            rows = self.rows(index, max_steps=max_steps)
+            batch.append(rows)
+            self.lengths[index] += len(rows.token_ids)
+        while sum(len(rows.token_ids) for rows in batch) > 256:
+            batch.pop()
+        return batch
+
+
+@pytest.mark.parametrize("max_steps", [1, 8])
+def test_captured_draws_equal_those_of_passes_one_by_one(runner, max_steps):
+    chooser = Chooser(seed=max_steps)
+    steps = 0
+    for _ in range(150):
+        batch = chooser.batch(size=chooser.random.randint(1, 20), max_steps=max_steps)
+        fast = runner.run(batch)
+        if max_steps == 1:
+            logits = fast.logits.clone()
+        slow = drawing.run(batch, runner.forward)
+        assert fast.drawn == slow.drawn
+        if max_steps == 1:
+            assert torch.equal(logits, slow.logits)
+        steps += sum(len(drawn.token_ids) for drawn in fast.drawn if drawn)
+    assert steps > 1000
+
+
+def test_another_seed_draws_other_tokens(runner):
+    def draw(seed):
+        spec = GenerationSpec(SamplingParams(temperature=1.5, seed=seed))
+        rows = Rows([1, 2, 3], 0, list(range(BLOCKS_EACH)), 1, Draw(spec, 3, steps=8))
+        return runner.run([rows]).drawn[0].token_ids
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 31, 32, 40])
+def test_every_number_of_sequences_and_every_k(runner, size):
+    """k = 0 to 8: verifications of k + 1 rows, and loops of k steps."""
+    chooser = Chooser(seed=size)
+    for k in range(9):
+        verify, draft = [], []
+        for index in range(size):
+            spec = GenerationSpec(chooser.sampling())
+            tokens = [chooser.random.randrange(VOCABULARY) for _ in range(k + 1)]
+            if size * (k + 1) <= 256:
+                verify.append(Rows(tokens, 0, chooser.blocks(index), k + 1, Draw(spec, 1)))
+            draw = Draw(spec, 2, steps=max(k, 1))
+            draft.append(Rows(tokens[:1] * 2, 0, chooser.blocks(index), 1, draw))
+        for batch in (verify, draft):
+            if batch:
+                assert runner.run(batch).drawn == drawing.run(batch, runner.forward).drawn
+
+
+def test_nothing_is_allocated_or_compiled_after_warm_up(runner):
+    chooser = Chooser(seed=99)
+    batches = []
+    for index in range(200):
+        batch = chooser.batch(size=chooser.random.randint(1, 8), max_steps=1 + 5 * (index % 2))
+        if all(rows.draw is None or can_draw(rows.draw) for rows in batch):
+            batches.append(batch)
+    assert len(batches) > 30
+    for batch in batches[:3]:
+        runner.run(batch)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for batch in batches[3:]:
+        runner.run(batch)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 20])
+def test_a_stream_draws_what_passes_one_by_one_draw(runner, size):
+    chooser = Chooser(seed=1000 + size)
+    specs = [GenerationSpec(chooser.sampling()) for _ in range(size)]
+    texts = [[chooser.random.randrange(VOCABULARY) for _ in range(9)] for _ in range(size)]
+    steps = 12
+
+    def rows(index, tokens, start, count):
+        draw = Draw(specs[index], start + len(tokens), count)
+        return Rows(tokens, start, chooser.blocks(index), 1, draw)
+
+    batch = [rows(i, text, 0, steps) for i, text in enumerate(texts)]
+    streamed = list(runner.stream(batch, lambda: False))
+    expected = []
+    batch = [rows(i, text, 0, 1) for i, text in enumerate(texts)]
+    for step in range(steps):
+        picks = [drawn.token_ids[0] for drawn in drawing.run(batch, runner.forward).drawn]
+        expected.append(picks)
+        batch = [rows(i, [pick], 9 + step, 1) for i, pick in enumerate(picks)]
+    assert streamed == expected
+    stopped = iter([False, False, True])
+    batch = [rows(i, text, 0, steps) for i, text in enumerate(texts)]
+    assert list(runner.stream(batch, lambda: next(stopped))) == expected[:3]
