@@ -146,11 +146,13 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class WorkTiming:
-    """Microseconds an entry spent queued and computing, and the rows of its last pass."""
+    """Microseconds an entry spent queued and computing, the rows of its last pass, and the tokens
+    whose KV was there."""
 
     queue_us: int = 0
     compute_us: int = 0
     batch_rows: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

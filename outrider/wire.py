@@ -269,12 +269,17 @@ def verdict_from_proto(message: worker_pb2.Verified) -> Verdict:
 
 def timing_to_proto(timing: WorkTiming) -> worker_pb2.WorkTiming:
     return worker_pb2.WorkTiming(
-        queue_us=timing.queue_us, compute_us=timing.compute_us, batch_rows=timing.batch_rows
+        queue_us=timing.queue_us,
+        compute_us=timing.compute_us,
+        batch_rows=timing.batch_rows,
+        cached_tokens=timing.cached_tokens,
     )
 
 
 def timing_from_proto(message: worker_pb2.WorkTiming) -> WorkTiming:
-    return WorkTiming(message.queue_us, message.compute_us, message.batch_rows)
+    return WorkTiming(
+        message.queue_us, message.compute_us, message.batch_rows, message.cached_tokens
+    )
 
 
 def stats_to_proto(stats: SpeculationStats) -> generation_pb2.SpeculationStats:

@@ -1,9 +1,34 @@
-"""Which KV blocks are whose: allocation in runs, so that a sequence's KV tends to lie in one piece.
+"""Which KV blocks are whose, and which prefixes are there to be shared.
 
-Attention finds blocks by their table, wherever they lie; runs only help caches and prefetching.
+A full block of committed tokens is registered under the chained hash of all tokens up to its end.
+Another sequence that starts with the same tokens takes a reference instead of computing them
+again. Blocks that nobody refers to any more stay registered until their place is needed, the one
+unused for longest first. A hash only finds a block: its tokens, and that it follows the block
+before it, are compared too, so that no prefix is ever taken for another.
 """
 
-import numpy as np
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from outrider.token_log import TokenLog
+
+_Key = tuple[Hashable, int]
+"""Salt, and hash of the prefix."""
+
+_ROOT = 0
+"""Serial of what the first block of a sequence follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a registered block holds."""
+
+    key: _Key
+    tokens: tuple[int, ...]
+    serial: int
+    after: int
+    """Serial of the block before it."""
 
 
 class BlockManager:
@@ -12,8 +37,22 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._free = np.ones(num_blocks, dtype=bool)
-        self.num_free = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+        self._contents: dict[int, _Content] = {}
+        self._registered: dict[_Key, int] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._last_serial = _ROOT
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence refers to."""
+        return len(self._free) + len(self._unused)
+
+    @property
+    def num_kept(self) -> int:
+        """Of the free ones, those that hold a prefix somebody may come back to."""
+        return len(self._unused)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -22,41 +61,109 @@ class BlockManager:
     def extend(self, blocks: list[int], num_tokens: int) -> bool:
         """Grow `blocks` until they hold `num_tokens`; False, and nothing changed, if they can't."""
         missing = self.blocks_for(num_tokens) - len(blocks)
-        if missing <= 0:
-            return True
         if missing > self.num_free:
             return False
-        blocks.extend(self._take(missing, after=blocks[-1] if blocks else None))
+        blocks.extend(self._take() for _ in range(missing))
         return True
 
     def truncate(self, blocks: list[int], num_tokens: int) -> None:
         """Give back what `blocks` hold beyond `num_tokens` tokens."""
         keep = self.blocks_for(num_tokens)
-        for block in blocks[keep:]:
-            if self._free[block]:
-                raise RuntimeError(f"block {block} was freed twice")
-            self._free[block] = True
-            self.num_free += 1
+        for block in reversed(blocks[keep:]):  # So that a prefix outlives what follows it.
+            self._give_back(block)
         del blocks[keep:]
 
-    def _take(self, count: int, after: int | None) -> list[int]:
-        start = self._run_start(count) if after is None else after + 1
-        stop = start + count
-        if stop <= self.num_blocks and self._free[start:stop].all():
-            taken = list(range(start, stop))
-        else:
-            taken = [int(block) for block in np.flatnonzero(self._free)[:count]]
-        self._free[taken] = False
-        self.num_free -= count
-        return taken
+    def own(self, blocks: list[int], start: int) -> int | None:
+        """Make the KV from position `start` on the sequence's alone, so that it can be written.
 
-    def _run_start(self, count: int) -> int:
-        """Where a new sequence should start: room behind it to grow, and before it for others."""
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], self._free, [False]))))
-        starts, stops = edges[::2], edges[1::2]
-        longest = int(np.argmax(stops - starts))
-        start, stop = int(starts[longest]), int(stops[longest])
-        room_to_share = (stop - start) // 2
-        if start > 0 and room_to_share >= count:
-            return start + room_to_share
-        return start
+        Where `start` lies in a block that others use, that block is replaced. Returns the position
+        from which KV must be computed, at most `start`; None, and nothing changed, where there is
+        no block to replace it with.
+        """
+        index = start // self.block_tokens
+        if index >= len(blocks):
+            return start
+        if self._references[blocks[index]] > 1 and not self.num_free:
+            return None
+        self.truncate(blocks, (index + 1) * self.block_tokens)
+        if self._references[blocks[index]] == 1:
+            self._forget(blocks[index])
+            return start
+        self._give_back(blocks[index])
+        blocks[index] = self._take()
+        return index * self.block_tokens
+
+    def find(self, salt: Hashable, log: TokenLog, num_blocks: int) -> list[int]:
+        """Blocks that hold the log's first tokens, `num_blocks` at most."""
+        found: list[int] = []
+        serial = _ROOT
+        for index in range(num_blocks):
+            block = self._registered.get(self._key(salt, log, index))
+            content = self._contents.get(block) if block is not None else None
+            if block is None or content is None or content.after != serial:
+                break
+            if content.tokens != self._tokens(log, index):
+                break
+            found.append(block)
+            serial = content.serial
+        return found
+
+    def share(self, blocks: list[int]) -> list[int]:
+        """The same blocks, with a reference more each."""
+        for block in blocks:
+            self._references[block] += 1
+            self._unused.pop(block, None)
+        return list(blocks)
+
+    def register(self, salt: Hashable, log: TokenLog, blocks: list[int], num_blocks: int) -> None:
+        """Offer the first `num_blocks` blocks, which hold KV of the log's first tokens."""
+        serial = _ROOT
+        for index, block in enumerate(blocks[:num_blocks]):
+            content = self._contents.get(block)
+            if content is None:
+                key = self._key(salt, log, index)
+                if key in self._registered:  # Another sequence has computed the same.
+                    content = self._contents[self._registered[key]]
+                    if content.after != serial or content.tokens != self._tokens(log, index):
+                        return
+                else:
+                    content = self._remember(block, key, self._tokens(log, index), serial)
+            serial = content.serial
+
+    def _key(self, salt: Hashable, log: TokenLog, index: int) -> _Key:
+        return salt, log.prefix_hash((index + 1) * self.block_tokens)
+
+    def _tokens(self, log: TokenLog, index: int) -> tuple[int, ...]:
+        start = index * self.block_tokens
+        return tuple(log.tokens[start : start + self.block_tokens])
+
+    def _remember(self, block: int, key: _Key, tokens: tuple[int, ...], after: int) -> _Content:
+        self._last_serial += 1
+        content = _Content(key, tokens, self._last_serial, after)
+        self._contents[block] = content
+        self._registered[key] = block
+        return content
+
+    def _forget(self, block: int) -> None:
+        content = self._contents.pop(block, None)
+        if content is not None:
+            del self._registered[content.key]
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._unused.popitem(last=False)
+            self._forget(block)
+        self._references[block] = 1
+        return block
+
+    def _give_back(self, block: int) -> None:
+        if self._references[block] == 0:
+            raise RuntimeError(f"block {block} was freed twice")
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if block in self._contents:
+                self._unused[block] = None
+            else:
+                self._free.append(block)

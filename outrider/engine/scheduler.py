@@ -41,11 +41,23 @@ class Work:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     batch_rows: int = 0
+    reused: int = 0
+    """Tokens whose KV was there when the work started."""
+    looked_up: bool = False
+    """The shared prefixes have been searched for it."""
 
     @property
     def pending(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.computed
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Tokens of whole blocks that a sequence lacked at admission, and those found with others."""
+
+    asked: int = 0
+    found: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,7 @@ class Scheduler:
         self.waiting: deque[Work] = deque()
         self.running: list[Work] = []
         self.preemptions = 0
+        self.prefix = PrefixCounts()
         self._find_idle = find_idle
 
     @property
@@ -118,11 +131,17 @@ class Scheduler:
 
     def finish(self, work: Work) -> None:
         self.running.remove(work)
-        self._trim(work.sequence)
+        sequence = work.sequence
+        self._trim(sequence)
+        full = sequence.committed_kv() // self.blocks.block_tokens
+        if full > sequence.offered:
+            self.blocks.register(sequence.salt, sequence.log, sequence.blocks, full)
+            sequence.offered = full
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence's KV."""
         sequence.cached.clear()
+        sequence.offered = 0
         self.blocks.truncate(sequence.blocks, 0)
 
     def _admit(self) -> None:
@@ -131,9 +150,6 @@ class Scheduler:
             if not self._reserve(work):
                 return
             self.waiting.popleft()
-            sequence = work.sequence
-            work.computed = sequence.usable_kv(work.tokens, work.num_logits)
-            del sequence.cached[work.computed :]
             work.started = time.monotonic()
             self.running.append(work)
 
@@ -142,15 +158,46 @@ class Scheduler:
 
         Running work keeps its KV and comes to an end, so the first in the queue never starves.
         """
-        sequence = work.sequence
-        if self.blocks.extend(sequence.blocks, work.reserve):
+        self._adopt_prefix(work)
+        if self._take_place(work):
             return True
-        for victim in self._victims(sequence):
+        for victim in self._victims(work.sequence):
             self.release(victim)
             self.preemptions += 1
-            if self.blocks.extend(sequence.blocks, work.reserve):
+            if self._take_place(work):
                 return True
         return False
+
+    def _adopt_prefix(self, work: Work) -> None:
+        """Take over KV that others have computed for the same tokens, where it reaches further."""
+        sequence, size = work.sequence, self.blocks.block_tokens
+        own = sequence.usable_kv(work.tokens, work.num_logits)
+        most = min(len(work.tokens) - work.num_logits, len(sequence.log)) // size
+        if most * size <= own or work.looked_up:
+            return
+        work.looked_up = True
+        found = self.blocks.share(self.blocks.find(sequence.salt, sequence.log, most))
+        self.prefix.asked += most * size - own
+        if len(found) * size <= own:
+            self.blocks.truncate(found, 0)
+            return
+        self.prefix.found += len(found) * size - own
+        self.release(sequence)
+        sequence.blocks[:] = found
+        sequence.cached[:] = work.tokens[: len(found) * size]
+        sequence.offered = len(found)
+
+    def _take_place(self, work: Work) -> bool:
+        """Reserve the blocks that the work writes; what KV is there decides where it starts."""
+        sequence = work.sequence
+        usable = sequence.usable_kv(work.tokens, work.num_logits)
+        start = self.blocks.own(sequence.blocks, usable)
+        if start is None:
+            return False
+        work.computed = work.reused = start
+        del sequence.cached[start:]
+        sequence.offered = min(sequence.offered, start // self.blocks.block_tokens)
+        return self.blocks.extend(sequence.blocks, work.reserve)
 
     def _victims(self, sequence: Sequence) -> Iterator[Sequence]:
         yield from self._find_idle()

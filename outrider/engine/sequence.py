@@ -21,6 +21,10 @@ class Sequence:
     log: TokenLog = field(default_factory=TokenLog)
     cached: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    salt: str = ""
+    """Prefixes are shared among sequences of one salt only (the tenant)."""
+    offered: int = 0
+    """Blocks at the start that others may share."""
     last_used: float = field(default_factory=time.monotonic)
 
     def usable_kv(self, tokens: Tokens[int], num_logits: int) -> int:

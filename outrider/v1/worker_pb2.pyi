@@ -153,14 +153,16 @@ class Closed(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkTiming(_message.Message):
-    __slots__ = ("queue_us", "compute_us", "batch_rows")
+    __slots__ = ("queue_us", "compute_us", "batch_rows", "cached_tokens")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     compute_us: int
     batch_rows: int
-    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ProposeEntry(_message.Message):
     __slots__ = ("delta", "num_speculative_tokens")
@@ -275,7 +277,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "incarnation", "protocol_min", "protocol_max", "capabilities", "required_capabilities", "kv_blocks_total", "kv_blocks_free", "kv_block_tokens", "sessions", "max_proposal_tokens", "eos_token_ids", "version", "draining")
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "incarnation", "protocol_min", "protocol_max", "capabilities", "required_capabilities", "kv_blocks_total", "kv_blocks_free", "kv_block_tokens", "sessions", "max_proposal_tokens", "eos_token_ids", "version", "draining", "max_rows", "preemptions", "prefix_tokens", "prefix_hit_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +298,10 @@ class InfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -316,4 +322,8 @@ class InfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     version: str
     draining: bool
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ...) -> None: ...
+    max_rows: int
+    preemptions: int
+    prefix_tokens: int
+    prefix_hit_tokens: int
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ..., max_rows: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...

@@ -123,6 +123,10 @@ class WorkerServicer:
             eos_token_ids=loaded.eos_token_ids,
             version=outrider.__version__,
             draining=self._worker.draining,
+            max_rows=limits.max_rows,
+            preemptions=load.preemptions,
+            prefix_tokens=load.prefix_tokens,
+            prefix_hit_tokens=load.prefix_hit_tokens,
         )
 
     async def drain(self, timeout_s: float) -> None:

@@ -87,6 +87,9 @@ class WorkerLoad:
     sessions: int
     blocks_free: int
     queued: int
+    preemptions: int
+    prefix_tokens: int
+    prefix_hit_tokens: int
 
 
 class Worker:
@@ -143,7 +146,15 @@ class Worker:
 
     @property
     def load(self) -> WorkerLoad:
-        return WorkerLoad(len(self._sessions), self._engine.blocks.num_free, self._queued)
+        scheduler = self._engine.scheduler
+        return WorkerLoad(
+            sessions=len(self._sessions),
+            blocks_free=scheduler.blocks.num_free,
+            queued=self._queued,
+            preemptions=scheduler.preemptions,
+            prefix_tokens=scheduler.prefix.asked,
+            prefix_hit_tokens=scheduler.prefix.found,
+        )
 
     # --- the worker's thread ------------------------------------------------------------------
 
@@ -230,6 +241,9 @@ class Worker:
         self._drop_work(
             lambda task: task.session is session and task.entry.header.epoch < session.epoch
         )
+        if session.sequence.salt != entry.header.tenant:
+            self._engine.scheduler.release(session.sequence)
+            session.sequence.salt = entry.header.tenant
         session.sequence.spec = spec
         return worker_pb2.Reply(
             opened=worker_pb2.Opened(
@@ -425,6 +439,7 @@ def timing_of(work: Work) -> WorkTiming:
         queue_us=int((started - work.arrived) * 1e6),
         compute_us=int((now - started) * 1e6),
         batch_rows=work.batch_rows,
+        cached_tokens=work.reused,
     )
 
 

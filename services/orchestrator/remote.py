@@ -78,6 +78,8 @@ class RemoteSession:
         """Incarnation that an Open went to, answered or not: it may hold the session."""
         self._held = 0
         """Tokens of the log that the worker is thought to hold; it says so when it does not."""
+        self._is_fresh = False
+        """Opened for this generation, and nothing done yet."""
         self.reused = 0
         """Tokens whose KV it held when the session was opened for this generation."""
 
@@ -170,7 +172,7 @@ class RemoteSession:
             raise _error(reply)
         self._incarnation = info.incarnation
         self._held = min(reply.opened.have_len, len(self._log))
-        self.reused = min(reply.opened.cached_len, len(self._log))
+        self._is_fresh = True
         return self._is_open
 
     async def _attempt(
@@ -186,13 +188,15 @@ class RemoteSession:
         reply = await self._send(entry, deadline)
         if reply.HasField("need_tokens"):
             self._held = min(getattr(reply.need_tokens, "from"), len(self._log))
-            self.reused = min(self.reused, self._held)
             return None
         if reply.HasField("refused"):
             if reply.refused.reason == worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION:
                 self._incarnation = 0
                 return None
             raise _error(reply)
+        if self._is_fresh:
+            self._is_fresh = False
+            self.reused = getattr(reply, reply.WhichOneof("result")).timing.cached_tokens
         return reply
 
     async def _send_bulk(self, deadline: float) -> bool:

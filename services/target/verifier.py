@@ -6,17 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.drawing import must_go_on
+from outrider.engine.drawing import log_probs_of, must_go_on
 from outrider.engine.rows import Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import Unsupported
 from outrider.sampling import (
     Chain,
-    RowParams,
     mask_tokens,
     position_logprobs,
-    processed_log_probs,
     verify_blocks,
     verify_tokens,
 )
@@ -153,7 +151,8 @@ def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> lis
         )
         for v in verifications
     ]
-    outcomes = verify_blocks(_log_probs(logits, verifications), chains)
+    specs = [(v.spec.sampling, len(v.positions)) for v in verifications]
+    outcomes = verify_blocks(log_probs_of(logits, specs), chains)
     return [
         Verdict(
             (*chain.token_ids[: outcome.num_accepted], outcome.final),
@@ -162,11 +161,6 @@ def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> lis
         )
         for chain, outcome in zip(chains, outcomes, strict=True)
     ]
-
-
-def _log_probs(logits: Tensor, verifications: list[_Verification]) -> Tensor:
-    specs = [(v.spec.sampling, len(v.positions)) for v in verifications]
-    return processed_log_probs(logits, RowParams.build(specs, logits.device))
 
 
 def _masked(logits: Tensor, verifications: list[_Verification]) -> Tensor:

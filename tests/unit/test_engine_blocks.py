@@ -1,45 +1,24 @@
-"""KV blocks: runs, growth in place, the scattered fallback, and nothing lost or given twice."""
+"""KV blocks: references, shared prefixes, eviction, and nothing lost or given twice."""
 
-import itertools
 import random
 
 import pytest
 
 from outrider.engine.block_manager import BlockManager
 from outrider.engine.sequence import Sequence
+from outrider.token_log import TokenLog
 
 
-def is_run(blocks):
-    return all(after == before + 1 for before, after in itertools.pairwise(blocks))
+def holding(manager, tokens, salt="a"):
+    """Blocks that hold and offer the whole blocks of `tokens`, as after a pass."""
+    log, blocks = TokenLog(tokens), []
+    assert manager.extend(blocks, len(tokens))
+    manager.register(salt, log, blocks, len(tokens) // manager.block_tokens)
+    return blocks
 
 
-def test_a_sequence_lies_in_one_piece_and_grows_in_place():
-    manager = BlockManager(32, 4)
-    blocks = []
-    assert manager.extend(blocks, 10) and len(blocks) == 3 and is_run(blocks)
-    assert manager.extend(blocks, 12) and len(blocks) == 3
-    assert manager.extend(blocks, 13) and len(blocks) == 4 and is_run(blocks)
-    assert manager.num_free == 28
-
-
-def test_a_new_sequence_leaves_others_room_to_grow():
-    manager = BlockManager(64, 4)
-    sequences = [[] for _ in range(4)]
-    for blocks in sequences:
-        assert manager.extend(blocks, 8)
-    for tokens in range(9, 25):
-        assert all(manager.extend(blocks, tokens) for blocks in sequences)
-    assert all(is_run(blocks) for blocks in sequences)
-
-
-def test_blocks_elsewhere_are_taken_where_a_run_cannot_grow():
-    manager = BlockManager(6, 4)
-    whole = []
-    manager.extend(whole, 24)
-    first, wall, rest = [whole[0]], [whole[1]], whole[2:]
-    manager.truncate(rest, 0)
-    assert manager.extend(first, 20) and first == [0, 2, 3, 4, 5]
-    assert not is_run(first) and wall == [1] and manager.num_free == 0
+def find(manager, tokens, salt="a"):
+    return manager.find(salt, TokenLog(tokens), len(tokens) // manager.block_tokens)
 
 
 def test_growth_that_does_not_fit_changes_nothing():
@@ -75,34 +54,138 @@ def test_a_block_freed_twice_is_an_error():
     assert manager.num_free == 4
 
 
-def test_blocks_are_never_shared_or_lost_over_thousands_of_random_steps():
+def test_a_prefix_is_found_up_to_the_first_other_token():
+    manager = BlockManager(16, 4)
+    blocks = holding(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert find(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9]) == blocks[:2]
+    assert find(manager, [1, 2, 3, 4, 5, 6, 7, 0]) == blocks[:1]
+    assert find(manager, [0, 2, 3, 4, 5, 6, 7, 8]) == []
+    assert find(manager, [1, 2, 3]) == []
+
+
+def test_another_tenant_finds_nothing():
+    manager = BlockManager(8, 4)
+    holding(manager, [1, 2, 3, 4], salt="a")
+    assert find(manager, [1, 2, 3, 4], salt="b") == []
+
+
+def test_equal_hashes_are_not_taken_for_equal_tokens(monkeypatch):
+    monkeypatch.setattr(TokenLog, "prefix_hash", lambda self, length: length)
+    manager = BlockManager(16, 4)
+    first = holding(manager, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert find(manager, [1, 2, 3, 9, 5, 6, 7, 8]) == []
+    assert find(manager, [1, 2, 3, 4, 5, 6, 7, 9]) == first[:1]
+
+
+def test_equal_tokens_behind_another_prefix_are_not_taken(monkeypatch):
+    monkeypatch.setattr(TokenLog, "prefix_hash", lambda self, length: length)
+    manager = BlockManager(16, 4)
+    first = holding(manager, [9, 9, 9, 9, 5, 6, 7, 8])
+    manager.own(first, 0)  # The second block stays registered without the first.
+    other = holding(manager, [1, 2, 3, 4])
+    assert find(manager, [1, 2, 3, 4, 5, 6, 7, 8]) == other
+
+
+def test_a_prefix_outlives_its_sequence_until_its_place_is_needed():
+    manager = BlockManager(4, 4)
+    blocks = holding(manager, [1, 2, 3, 4, 5, 6, 7, 8])
+    kept = list(blocks)
+    manager.truncate(blocks, 0)
+    assert manager.num_free == 4 and manager.num_kept == 2
+    shared = manager.share(find(manager, [1, 2, 3, 4, 5, 6, 7, 8]))
+    assert shared == kept and manager.num_free == 2 and manager.num_kept == 0
+    manager.truncate(shared, 0)
+    other = []
+    assert manager.extend(other, 12)
+    assert find(manager, [1, 2, 3, 4, 5, 6, 7, 8]) == kept[:1]  # What follows goes first.
+    assert manager.extend(other, 16) and manager.num_kept == 0
+    assert find(manager, [1, 2, 3, 4]) == []
+
+
+def test_the_prefix_unused_for_longest_goes_first():
+    manager = BlockManager(3, 4)
+    texts = [[i, i, i, i] for i in range(3)]
+    for tokens in texts:
+        manager.truncate(holding(manager, tokens), 0)
+    manager.truncate(manager.share(find(manager, texts[0])), 0)
+    manager.extend([], 0)
+    assert manager.extend([], 4)
+    assert [bool(find(manager, tokens)) for tokens in texts] == [True, False, True]
+
+
+def test_a_shared_block_is_not_written():
+    manager = BlockManager(8, 4)
+    blocks = holding(manager, [1, 2, 3, 4, 5, 6, 7, 8])
+    other = manager.share(find(manager, [1, 2, 3, 4, 5, 6, 7, 8]))
+    assert manager.own(other, 6) == 4
+    assert other[0] == blocks[0] and other[1] not in blocks
+    assert find(manager, [1, 2, 3, 4, 5, 6, 7, 8]) == blocks
+    assert manager.own(blocks, 6) == 6  # Alone again: written in place, and offered no more.
+    assert find(manager, [1, 2, 3, 4, 5, 6, 7, 8]) == blocks[:1]
+    assert manager.own(blocks, 8) == 8
+
+
+def test_a_shared_block_that_cannot_be_replaced_is_left():
+    manager = BlockManager(2, 4)
+    blocks = holding(manager, [1, 2, 3, 4, 5, 6, 7, 8])
+    other = manager.share(blocks)
+    assert manager.own(other, 5) is None
+    assert other == blocks and manager.num_free == 0
+
+
+def test_nothing_is_lost_or_mixed_up_over_thousands_of_random_steps():
+    """Against a model that knows the tokens in every block."""
     rng = random.Random(7)
     manager = BlockManager(40, 4)
-    sequences = [[] for _ in range(9)]
-    scattered = refused = 0
+    written: dict[int, tuple] = {}  # prefix that each block's KV belongs to
+    sequences: list[tuple[TokenLog, list[int]]] = []
+    found_some = refused = evicted = 0
     for _ in range(6000):
-        blocks = rng.choice(sequences)
-        before, tokens = list(blocks), rng.randrange(70)
-        free = 40 - sum(map(len, sequences))
-        if rng.random() < 0.6:
-            needed = max(-(-tokens // 4) - len(before), 0)
-            grown = manager.extend(blocks, tokens)
-            assert grown == (needed <= free)
-            assert len(blocks) == len(before) + (needed if grown else 0)
-            assert blocks[: len(before)] == before
-            refused += not grown
-        else:
-            manager.truncate(blocks, tokens)
-            assert blocks == before[: -(-tokens // 4)]
-        held = [block for other in sequences for block in other]
-        assert len(held) == len(set(held)) and set(held) <= set(range(40))
+        roll = rng.random()
+        if roll < 0.35 and len(sequences) < 12:
+            log, blocks = TokenLog(rng.choices(range(2), k=rng.randrange(1, 30))), []
+            most = (len(log) - 1) // 4
+            blocks += manager.share(manager.find("a", log, most))
+            for index, block in enumerate(blocks):
+                assert written[block] == tuple(log.tokens[: 4 * index + 4])
+            found_some += bool(blocks)
+            kept = manager.num_kept
+            if not manager.extend(blocks, len(log)):
+                manager.truncate(blocks, 0)
+                refused += 1
+                continue
+            evicted += manager.num_kept < kept
+            sequences.append((log, blocks))
+            for index in range(len(log) // 4):
+                prefix = tuple(log.tokens[: 4 * index + 4])
+                assert (
+                    written.get(blocks[index]) == prefix
+                    or references(sequences, blocks[index]) == 1
+                )
+                written[blocks[index]] = prefix
+            manager.register("a", log, blocks, len(log) // 4)
+        elif sequences and roll < 0.6:
+            _, blocks = sequences.pop(rng.randrange(len(sequences)))
+            manager.truncate(blocks, 0)
+        elif sequences:
+            log, blocks = rng.choice(sequences)
+            start = manager.own(blocks, rng.randrange(len(log)))
+            if start is not None and start // 4 < len(blocks):
+                assert references(sequences, blocks[start // 4]) == 1
+                written.pop(blocks[start // 4], None)
+                log.cut(max(start, 1))
+                manager.truncate(blocks, len(log))
+        held = {block for _, blocks in sequences for block in blocks}
         assert manager.num_free == 40 - len(held)
-        scattered += not is_run(blocks)
-    assert scattered > 100 and refused > 100
-    for blocks in sequences:
+    assert found_some > 300 and refused > 50 and evicted > 300
+    for _, blocks in sequences:
         manager.truncate(blocks, 0)
     assert manager.num_free == 40
     assert manager.extend(whole := [], 160) and sorted(whole) == list(range(40))
+
+
+def references(sequences, block):
+    return sum(block in blocks for _, blocks in sequences)
 
 
 @pytest.mark.parametrize(

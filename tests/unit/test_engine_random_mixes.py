@@ -131,7 +131,7 @@ class Mix:
     def check_blocks(self):
         sessions = self.bench.worker._sessions._sessions.values()
         held = [block for session in sessions for block in session.sequence.blocks]
-        assert len(held) == len(set(held)) == self.bench.blocks_used
+        assert len(set(held)) == self.bench.blocks_used
         for session in sessions:
             assert len(session.sequence.blocks) * BLOCK >= len(session.sequence.cached)
         self.seen["scattered"] += any(
@@ -163,7 +163,7 @@ def test_random_mixes_give_right_verdicts_and_return_every_block(tiny_models, ma
         scheduler = bench.worker._engine.scheduler
         assert bench.blocks_used == 0 and bench.worker.load.queued == 0
         assert bench.worker.load.sessions == 0 and not scheduler.works
-        preemptions = scheduler.preemptions
+        preemptions, shared = scheduler.preemptions, scheduler.prefix.found
         # And whoever gets those blocks next is served right.
         owner = Owner(bench, random_tokens(30, seed=1))
         bench.post(owner.open_entry())
@@ -175,5 +175,5 @@ def test_random_mixes_give_right_verdicts_and_return_every_block(tiny_models, ma
         "verified": 60, "accepted": 30, "recovered inside": 10, "bonus": 10, "cancelled": 3,
         "closed while busy": 2, "rolled back": 10, "scattered": 40,
     }  # fmt: skip
-    assert preemptions > 20
+    assert preemptions > 20 and shared > 100
     assert {name: mix.seen[name] for name, least in enough.items() if mix.seen[name] < least} == {}
