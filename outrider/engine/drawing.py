@@ -15,13 +15,14 @@ from outrider.sampling import (
     RowParams,
     SparseRows,
     coupled_picks,
+    cpu_sampler,
     greedy_picks,
     mask_tokens,
     processed_log_probs,
     sample_sparse_rows,
     truncate_rows,
 )
-from outrider.types import GenerationSpec
+from outrider.types import GenerationSpec, SamplingParams
 
 
 def run(batch: Tokens[Rows], forward: Callable[[Tokens[Rows]], Tensor]) -> Output:
@@ -73,27 +74,43 @@ def _draw(logits: Tensor, entries: Tokens[tuple[Draw, Drawn, int]]) -> None:
         for i in range(count)
     ]
     logits = _masked(logits, rows)
-    if all(row.draw.spec.sampling.greedy for row in rows):
-        _append(rows, greedy_picks(logits))
-        return
-    params = RowParams.build([(row.draw.spec.sampling, 1) for row in rows], logits.device)
-    log_probs = processed_log_probs(logits, params)
     coupled = [i for i, row in enumerate(rows) if not row.draw.sends_distributions]
     sampled = [i for i, row in enumerate(rows) if row.draw.sends_distributions]
     if coupled:
         chosen = [rows[i] for i in coupled]
-        _append(chosen, _coupled(log_probs if not sampled else log_probs[coupled], chosen))
+        params = [(row.draw.spec.sampling, row.position) for row in chosen]
+        _append(chosen, picks_of(logits[coupled] if sampled else logits, params))
     if sampled:
-        _sample(log_probs[sampled], [rows[i] for i in sampled])
+        _sample(logits[sampled] if coupled else logits, [rows[i] for i in sampled])
 
 
-def _coupled(log_probs: Tensor, rows: Tokens[_Row]) -> Tensor:
-    """Greedy rows are point masses here, so noise changes nothing about them."""
-    seeds = [row.draw.spec.sampling.seed for row in rows]
-    return coupled_picks(log_probs, seeds, [row.position for row in rows])
+def picks_of(
+    logits: Tensor,  # [rows, vocab]
+    rows: Tokens[tuple[SamplingParams, int]],  # and the position that each decides about
+) -> Tensor:  # [rows] int64
+    """The coupled pick of each row, which for a greedy row is its argmax."""
+    if cpu_sampler.takes(logits):
+        return cpu_sampler.sample_rows(logits, cpu_sampler.pack_rows(rows))
+    if all(sampling.greedy for sampling, _ in rows):
+        return greedy_picks(logits)
+    # Greedy rows are point masses here, so noise changes nothing about them.
+    log_probs = log_probs_of(logits, [(sampling, 1) for sampling, _ in rows])
+    return coupled_picks(log_probs, [s.seed for s, _ in rows], [position for _, position in rows])
 
 
-def _sample(log_probs: Tensor, rows: Tokens[_Row]) -> None:
+def log_probs_of(
+    logits: Tensor,  # [rows, vocab]
+    specs: Tokens[tuple[SamplingParams, int]],  # and the number of rows of each, in order
+) -> Tensor:  # [rows, vocab] float32
+    """`processed_log_probs`, by the same kernels as the picks where there are kernels."""
+    if cpu_sampler.takes(logits):
+        rows = [(sampling, 0) for sampling, count in specs for _ in range(count)]
+        return cpu_sampler.processed_rows(logits, cpu_sampler.pack_rows(rows))
+    return processed_log_probs(logits, RowParams.build(specs, logits.device))
+
+
+def _sample(logits: Tensor, rows: Tokens[_Row]) -> None:
+    log_probs = log_probs_of(logits, [(row.draw.spec.sampling, 1) for row in rows])
     truncated: SparseRows = truncate_rows(log_probs.exp())
     picks = sample_sparse_rows(
         truncated,

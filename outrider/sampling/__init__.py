@@ -6,6 +6,7 @@ verify            greedy and coupled picks, and acceptance by equality
 block, chains     block verification against sparse draft distributions
 sparse, draft     a draft's picks and truncated distributions
 logprobs          log-probabilities to report
+row_params        parameters as cpu_sampler and cuda_sampler read them, the same in fused kernels
 """
 
 from outrider.sampling.block import (

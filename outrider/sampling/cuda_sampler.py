@@ -10,32 +10,23 @@ probs and `exp`, below 1e-6. Other sums are of blocks, joined in order. So no bi
 on other rows.
 """
 
-import math
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra import libdevice
 from triton.language.random import philox_impl
 
 from outrider.sampling.cuda_noise import _exponential
+from outrider.sampling.row_params import ROW_WORDS as ROW_WORDS
+from outrider.sampling.row_params import fill_rows as fill_rows
 from outrider.types import SamplingParams
-
-_LAYOUT = struct.Struct("<fidfQQ")
-ROW_WORDS = _LAYOUT.size // 4
-"""int32 words a row: temperature fp32 (0: greedy), top_k int32 (0: all), top_p float64, log(min_p)
-fp32 (-inf: none), seed uint64, position uint64; little endian, unaligned, in this order. All zero
-is a greedy row."""
 
 MAX_VOCAB = 2**21
 
-_TINY = torch.finfo(torch.float32).tiny
 _BLOCK = 2048
 _PROGRAMS = 528  # About four a multiprocessor.
 _RACE_BLOCKS = 128
@@ -53,25 +44,6 @@ _NO_BORDER = tl.constexpr(2**62)
 _STATE = tl.constexpr(4)  # int64: order of the last token of top_k, of top_p; what is left; is cut
 _STATS = tl.constexpr(4)  # float32: highest logit, log of the sum, of the kept sum; see _peaks
 _TICKETS = tl.constexpr(16)
-
-
-def fill_rows(
-    params: NDArray[np.int32],  # [rows, ROW_WORDS]
-    first: int,
-    sampling: SamplingParams,
-    positions: Iterable[int],
-) -> None:
-    """Describe one row for each position (in the log), from row `first` on."""
-    values = (
-        # A temperature below the smallest normal float would be flushed to 0.
-        0.0 if sampling.greedy else max(sampling.temperature, _TINY),
-        min(sampling.top_k, 2**31 - 1),
-        sampling.top_p,
-        math.log(sampling.min_p) if sampling.min_p else -math.inf,
-        sampling.seed,
-    )
-    for row, position in enumerate(positions, first):
-        _LAYOUT.pack_into(params.data, row * _LAYOUT.size, *values, position)
 
 
 class SamplerInputs:
