@@ -10,9 +10,11 @@ the median counts.
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import time
+from pathlib import Path
 
 from outrider.cli.stack import LocalStack, StackConfig
 from outrider.client import Completion, GenerationOptions, OutriderClient
@@ -47,23 +49,33 @@ async def main() -> None:
         client = await OutriderClient.connect(address=stack.address)
         for temperature in args.temperatures:
             for batch in args.batches:
-                await compare(client, batch, temperature, args)
+                await compare(client, stack, batch, temperature, args)
 
 
 async def compare(
-    client: OutriderClient, batch: int, temperature: float, args: argparse.Namespace
+    client: OutriderClient,
+    stack: LocalStack,
+    batch: int,
+    temperature: float,
+    args: argparse.Namespace,
 ) -> None:
     """Interleaved runs of one batch size."""
     rates: dict[int, list[float]] = {0: [], args.k: []}
+    busy: dict[int, str] = {}
     last: dict[int, list[Completion]] = {}
     for repeat in range(args.repeats):
         for k in rates:
+            before = cpu_seconds(stack)
             started = time.perf_counter()
             last[k] = await asyncio.gather(
                 *(answer(client, 1000 * repeat + i, k, temperature, args) for i in range(batch))
             )
             seconds = time.perf_counter() - started
             rates[k].append(sum(len(done.token_ids) for done in last[k]) / seconds)
+            used = cpu_seconds(stack)
+            busy[k] = ", ".join(
+                f"{name} {(used[name] - before[name]) / seconds:.0%}" for name in used
+            )
     plain, speculative = (statistics.median(rates[k]) for k in rates)
     same = sum(a.token_ids == b.token_ids for a, b in zip(last[0], last[args.k], strict=True))
     stats = last[args.k][0].stats
@@ -77,9 +89,21 @@ async def compare(
         f"{usage.draft_us / rounds / 1e3:.2f} ms "
         f"({usage.draft_compute_us / rounds / 1e3:.2f} computing), verify "
         f"{usage.verify_us / rounds / 1e3:.2f} ms ({usage.verify_compute_us / rounds / 1e3:.2f}); "
-        f"plain first token {ttft * 1e3:.0f} ms; same ids {same} of {batch}",
+        f"plain first token {ttft * 1e3:.0f} ms; same ids {same} of {batch}\n"
+        f"  cores busy: plain {busy[0]}; k={args.k} {busy[args.k]}",
         flush=True,
     )
+
+
+def cpu_seconds(stack: LocalStack) -> dict[str, float]:
+    """Processor time of each process so far, this one's as client's."""
+    pids = {service.name: service.pid for service in stack.services} | {"client": os.getpid()}
+    ticks = os.sysconf("SC_CLK_TCK")
+    found = {}
+    for name, pid in pids.items():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        found[name] = (int(fields[11]) + int(fields[12])) / ticks
+    return found
 
 
 async def answer(

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.token_log import TokenLog
@@ -45,16 +45,29 @@ class RoundTimes:
     verify_worker_us: int = 0
 
     def __add__(self, other: "RoundTimes") -> "RoundTimes":
-        return RoundTimes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return RoundTimes(
+            self.rounds_us + other.rounds_us,
+            self.draft_us + other.draft_us,
+            self.verify_us + other.verify_us,
+            self.draft_compute_us + other.draft_compute_us,
+            self.verify_compute_us + other.verify_compute_us,
+            self.draft_worker_us + other.draft_worker_us,
+            self.verify_worker_us + other.verify_worker_us,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one round brought: what may be told, how it came about, how long it took."""
+    """What some rounds brought: what may be told, how it came about, how long it took."""
 
     released: Released
     stats: SpeculationStats
     times: RoundTimes
+
+    def __add__(self, later: "Piece") -> "Piece":
+        return Piece(
+            self.released + later.released, self.stats + later.stats, self.times + later.times
+        )
 
 
 @dataclass(frozen=True, slots=True)

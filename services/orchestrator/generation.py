@@ -94,6 +94,7 @@ class Generation:
         )
         self._commits: CommitQueue | None = None
         self._finished: FinishReason | None = None
+        self._failure: OutriderError | None = None
         self._first_token_us = 0
         self._stats = SpeculationStats()
         self._times = RoundTimes()
@@ -109,9 +110,7 @@ class Generation:
             commits = await self._begin()
             offset = 0
             while self._finished is None:
-                piece = await pieces.get()
-                if isinstance(piece, OutriderError):
-                    raise piece
+                piece = await self._next_piece(pieces)
                 commits.append(piece.released.token_ids)
                 await commits.wait_durable(commits.verified_len)
                 self._account(piece)
@@ -123,6 +122,19 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+    async def _next_piece(self, pieces: "asyncio.Queue[Piece | OutriderError]") -> Piece:
+        """All that is there, as one: whoever lags behind the decoding catches up."""
+        piece = self._failure or await pieces.get()
+        if isinstance(piece, OutriderError):
+            raise piece
+        while not pieces.empty():
+            later = pieces.get_nowait()
+            if isinstance(later, OutriderError):
+                self._failure = later  # What came before it is told first.
+                break
+            piece += later
+        return piece
 
     async def end(self) -> None:
         """Free everything: on the workers, and in the store what is not to be kept."""

@@ -7,7 +7,7 @@ string is held until that is known. Nothing that it releases depends on how the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.errors import InternalError, InvalidArgument
@@ -92,6 +92,17 @@ class Released:
     finish_reason: FinishReason | None = None
     cut_text: str = ""
     matched_stop: str = ""
+
+    def __add__(self, later: "Released") -> "Released":
+        """Both, told as one."""
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            sources=self.sources + later.sources,
+            logprobs=self.logprobs + later.logprobs,
+            text=self.text + later.text,
+            segments=self.segments + later.segments,
+        )
 
 
 class OutputStream:
