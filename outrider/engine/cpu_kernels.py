@@ -45,13 +45,14 @@ def _is_loaded() -> bool:
     return hasattr(torch.ops.outrider_cpu, "paged_attention")
 
 
-def _source() -> Path:
-    return Path(str(resources.files("outrider.engine") / "cpu_kernels.cpp"))
+def _sources(pattern: str = "cpu_*.cpp") -> list[Path]:
+    return sorted(Path(str(resources.files("outrider.engine"))).glob(pattern))
 
 
 def _fingerprint() -> str:
     """What a compiled library depends on: source, flags, torch and the processor."""
-    parts = (_source().read_text(), *_FLAGS, torch.__version__, platform.machine(), _processor())
+    code = (source.read_text() for source in (*_sources(), *_sources("cpu_*.h")))
+    parts = (*code, *_FLAGS, torch.__version__, platform.machine(), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -70,7 +71,7 @@ def _compile(folder: Path) -> None:
     try:
         cpp_extension.load(
             "outrider_cpu",
-            [str(_source())],
+            [str(source) for source in _sources()],
             extra_cflags=list(_FLAGS),
             extra_ldflags=["-lmvec"] if platform.machine() == "x86_64" else [],
             build_directory=str(folder),

@@ -103,8 +103,13 @@ def log_probs_of(
     specs: Tokens[tuple[SamplingParams, int]],  # and the number of rows of each, in order
 ) -> Tensor:  # [rows, vocab] float32
     """`processed_log_probs`, by the same kernels as the picks where there are kernels."""
+    rows = [(sampling, 0) for sampling, count in specs for _ in range(count)]
+    if logits.is_cuda:
+        from outrider.sampling import cuda_sampler  # Needs Triton, which a CPU build lacks.
+
+        params = cpu_sampler.pack_rows(rows).to(logits.device)
+        return cuda_sampler.processed_rows(logits, params)
     if cpu_sampler.takes(logits):
-        rows = [(sampling, 0) for sampling, count in specs for _ in range(count)]
         return cpu_sampler.processed_rows(logits, cpu_sampler.pack_rows(rows))
     return processed_log_probs(logits, RowParams.build(specs, logits.device))
 

@@ -1,5 +1,5 @@
 """Sampling parameters and the coupled race on a CPU: what `logits.py` and `verify.py` say, fused in
-the engine's kernels (`engine/cpu_kernels.cpp`), which the caller must have loaded.
+the engine's kernels (`engine/cpu_sampler.cpp`), which the caller must have loaded.
 
 Ranks, sums and noise are those of `cuda_sampler.py`. A row is worked on by one thread, in an order
 fixed by the vocabulary, so that no bit of it depends on other rows or on the number of threads.

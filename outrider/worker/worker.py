@@ -242,6 +242,7 @@ class Worker:
             lambda task: task.session is session and task.entry.header.epoch < session.epoch
         )
         if session.sequence.salt != entry.header.tenant:
+            self._drop_work(lambda task: task.session is session)
             self._engine.scheduler.release(session.sequence)
             session.sequence.salt = entry.header.tenant
         session.sequence.spec = spec
