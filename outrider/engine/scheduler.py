@@ -127,7 +127,11 @@ class Scheduler:
     def go_on(self, work: Work) -> bool:
         """Keep work running that has got more tokens; False where KV is short. Then it must
         finish, and what waits gets its turn."""
-        return not self.waiting and self.blocks.extend(work.sequence.blocks, work.reserve)
+        if self.waiting or not self.blocks.extend(work.sequence.blocks, work.reserve):
+            return False
+        self.running.remove(work)
+        self.running.append(work)  # Behind those who have waited longer for a pass.
+        return True
 
     def finish(self, work: Work) -> None:
         self.running.remove(work)

@@ -5,6 +5,7 @@ may be told (`Piece`) to whoever iterates; committing and sending follow behind 
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -165,6 +166,7 @@ class Decoder:
         return _Outcome(verdicts, times, dropped, failed=failure is not None)
 
     def _piece(self, outcome: "_Outcome") -> Piece:
+        before = self.output.num_taken
         verdicts = outcome.verdicts
         released = self.output.push(
             outcome.token_ids,
@@ -174,7 +176,12 @@ class Decoder:
         dropped = SpeculationStats(
             dropped_proposals=outcome.dropped, fallback_rounds=int(outcome.failed)
         )
-        return Piece(released, sum(map(round_stats, verdicts), dropped), outcome.times)
+        # Rounds that a target went on with behind the end have told nothing.
+        ends = itertools.accumulate(len(verdict.token_ids) for verdict in verdicts)
+        starts = [0, *ends][:-1]
+        taken = self.output.num_taken - before
+        told = [v for v, start in zip(verdicts, starts, strict=True) if start < taken]
+        return Piece(released, sum(map(round_stats, told), dropped), outcome.times)
 
     def _more_rounds(self, num_guesses: int) -> int:
         """Plain rounds that the target is to go on with by itself after this one."""

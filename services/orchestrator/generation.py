@@ -6,6 +6,7 @@ Two things run side by side. `_decode` goes through the rounds and never waits f
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -79,6 +80,7 @@ class Generation:
         self._start_hash = log.prefix_hash(len(log))
         log.append(plan.prompt_ids)
         self._remotes: list[RemoteSession] = []
+        self._numbers = itertools.count(1)
         self._output = OutputStream(model.tokenizer, plan.rules, prompt_len=plan.prompt_len)
         self._proposer = self._make_proposer()
         self._decoder = Decoder(
@@ -250,7 +252,7 @@ class Generation:
         )
 
     def _remote(self, link: WorkerLink, spec: GenerationSpec) -> RemoteSession:
-        remote = RemoteSession(link, self._fence, spec, self._routing, self._log)
+        remote = RemoteSession(link, self._fence, spec, self._routing, self._log, self._numbers)
         link.active += 1
         self._remotes.append(remote)
         return remote

@@ -1,5 +1,6 @@
 """One session on one worker: opened when needed, given the tokens it lacks, fenced throughout."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,14 +64,22 @@ class RemoteSession:
     """A session's presence on one worker. One call at a time; `log` is the orchestrator's."""
 
     def __init__(
-        self, link: WorkerLink, fence: Fence, spec: GenerationSpec, routing: Routing, log: TokenLog
+        self,
+        link: WorkerLink,
+        fence: Fence,
+        spec: GenerationSpec,
+        routing: Routing,
+        log: TokenLog,
+        numbers: Iterator[int] | None = None,
     ) -> None:
+        """`numbers` are those of the entries. Whoever may come back to a worker under the same
+        fence, after a broken link say, goes on with the same ones."""
         self.link = link
         self._fence = fence
         self._spec = spec
         self._routing = routing
         self._log = log
-        self._number = 0
+        self._numbers = numbers or itertools.count(1)
         self._more: Replies | None = None
         """Where further replies to the last entry come in, if it asked for several."""
         self._incarnation = 0
@@ -250,13 +259,12 @@ class RemoteSession:
         return worker_pb2.Entry(header=self._header(len(self._log), timeout_s))
 
     def _header(self, base_len: int, timeout_s: float) -> worker_pb2.EntryHeader:
-        self._number += 1
         return worker_pb2.EntryHeader(
             session_id=self._fence.session_id,
             completion=self._fence.completion,
             epoch=self._fence.epoch,
             owner_nonce=self._fence.owner_nonce,
-            number=self._number,
+            number=next(self._numbers),
             base_len=base_len,
             base_hash=self._log.prefix_hash(base_len),
             timeout_ms=max(int(timeout_s * 1000), 1),

@@ -137,6 +137,11 @@ class OutputStream:
         return self._num_released
 
     @property
+    def num_taken(self) -> int:
+        """Tokens taken by `push`, released or not: all up to the one that ends the generation."""
+        return self._detokenizer.num_tokens
+
+    @property
     def held_ids(self) -> int:
         """Tokens taken but not released, and so not durable; 0 after the finish."""
         return len(self._held)
