@@ -584,7 +584,7 @@ async def test_when_all_targets_go_away_what_was_told_is_there_and_the_error_com
 async def test_a_target_that_comes_back_goes_on(how: str) -> None:
     """As another, without the sessions; or the same one, behind a connection that broke."""
     target = ScriptedTarget(give_up={0: (7, how), 1: (1, how)})
-    async with generating(target) as one:
+    async with generating(target) as one, asyncio.timeout(20):
         task = asyncio.create_task(one.finish())
         for asked in (1, 2):
             while target.up or len(target.asked) < asked:
