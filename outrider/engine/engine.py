@@ -91,9 +91,11 @@ class Engine:
         if not batch or not isinstance(runner, StreamingRunner):
             return 1
         works = [chunk.work for chunk in batch]
-        count = 1 + min(work.ahead for work in works)
-        count = min(count, runner.max_stream) if all(chunk.completes for chunk in batch) else 1
-        if count == 1 or not all(work.draw and runner.can_stream(work.draw) for work in works):
+        count = min(1 + min(work.ahead for work in works), runner.max_stream)
+        plain = all(chunk.completes and chunk.work.num_logits == 1 for chunk in batch)
+        if count == 1 or not plain:
+            return 1
+        if not all(work.draw and runner.can_stream(work.draw) for work in works):
             return 1
         fits = [
             self.blocks.extend(work.sequence.blocks, len(work.tokens) + count - 1) for work in works

@@ -218,6 +218,20 @@ def test_a_device_that_breaks_fails_the_sessions_and_serves_on(bench, tiny_model
     assert [*so_far, *verdict_of(reply.get()).token_ids] == expected
 
 
+def test_a_verification_comes_first_by_itself(bench, tiny_models):
+    """Its guesses take several rows; what follows is run ahead."""
+    expected = plain_greedy(tiny_models["target"], PROMPT, 20)
+    owner = Owner(bench, list(PROMPT))
+    bench.post(owner.open_entry())
+    entry = owner.verify_entry([*expected[:2], expected[2] + 1])
+    entry.verify.more_rounds = 17
+    replies = queue.SimpleQueue()
+    bench.worker.submit(entry, replies.put)
+    (told,) = pump_out(bench, replies)
+    assert tokens_of(told) == expected
+    assert len(told) == 18 and bench.runner.streamed == 16  # Two streams of 8; one is left over.
+
+
 def test_one_that_wants_logprobs_is_not_run_ahead(bench):
     spec = dataclasses.replace(GREEDY, logprobs=2)
     _, replies = start(bench, 9, spec)
