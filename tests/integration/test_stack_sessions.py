@@ -42,7 +42,8 @@ async def test_a_continued_session_says_what_one_request_would(
     assert second.usage.prompt_tokens == len(whole)
     # The target has what its last round stood on; that round's tokens come anew.
     assert second.usage.cached_prompt_tokens >= len(first_ids) + len(first.token_ids) - 5
-    assert first.usage.cached_prompt_tokens == 0
+    # Others may have left the start of the first prompt, nobody what follows it.
+    assert first.usage.cached_prompt_tokens < len(first_ids)
     once = await stack.complete(whole, num_speculative_tokens=0, **options)
     assert second.token_ids == once.token_ids
     assert second.stats.accepted > 0
