@@ -12,7 +12,7 @@ from collections.abc import Hashable
 _SMOOTHING = 0.1
 _MARGIN = 2.0
 """Trips vary: most are back after the mean and this many mean deviations."""
-DEFAULT_MAX_PASSES = 0.4
+DEFAULT_MAX_PASSES = 0.7
 """The longest wait, in passes."""
 
 

@@ -48,10 +48,10 @@ def test_who_is_back_is_not_waited_for():
 
 
 def test_a_trip_that_is_long_beside_a_pass_is_waited_for_only_when_it_is_nearly_over():
-    window = learned(trip_s=0.010, pass_s=0.02)
+    window = learned(trip_s=0.018, pass_s=0.02)
     window.answered("b", 1000.0)
     assert window.wait_s(1000.0) == 0.0
-    assert abs(window.wait_s(1000.006) - 0.004) < 1e-6
+    assert abs(window.wait_s(1000.006) - 0.012) < 1e-6
 
 
 def test_more_patience_waits_for_longer_trips():
