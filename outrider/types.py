@@ -73,6 +73,11 @@ class GenerationSpec:
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
+    @property
+    def uses_distributions(self) -> bool:
+        """Guesses travel with what they were sampled from (`rejection`, unless greedy)."""
+        return self.mode is VerificationMode.REJECTION and not self.sampling.greedy
+
 
 @dataclass(frozen=True, slots=True)
 class SparseDistribution:

@@ -173,7 +173,7 @@ class LocalStack:
             flags += ["--threads", str(self.config.threads)]
         name = f"{role}-{index}"
         socket = str(self._folder / f"{name}.sock")
-        # A Unix socket saves 40 us a message; its path has a limit that some TMPDIRs exceed.
+        # A Unix socket costs less a message; its path has a limit that some TMPDIRs exceed.
         listen = ("--socket", socket) if len(socket) < _MAX_SOCKET_PATH else _listen_on(0)
         await self._start_service(role, name, listen, flags)
 

@@ -27,7 +27,7 @@ MAX_STEPS = MAX_PROPOSAL_TOKENS
 def can_draw(draw: Draw) -> bool:
     """Whether the kernels draw this: picks, and nothing masked (min_tokens)."""
     masked = draw.spec.stop_ids and must_go_on(draw.spec, draw.base_len)
-    return not draw.sends_distributions and not masked
+    return not draw.spec.uses_distributions and not masked
 
 
 def has_cuts(sampling: SamplingParams) -> bool:

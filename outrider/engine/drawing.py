@@ -73,9 +73,9 @@ def _draw(logits: Tensor, entries: Tokens[tuple[Draw, Drawn, int]]) -> None:
         for draw, drawn, count in entries
         for i in range(count)
     ]
-    logits = _masked(logits, rows)
-    coupled = [i for i, row in enumerate(rows) if not row.draw.sends_distributions]
-    sampled = [i for i, row in enumerate(rows) if row.draw.sends_distributions]
+    logits = masked(logits, [(row.draw.spec, row.position) for row in rows])
+    coupled = [i for i, row in enumerate(rows) if not row.draw.spec.uses_distributions]
+    sampled = [i for i, row in enumerate(rows) if row.draw.spec.uses_distributions]
     if coupled:
         chosen = [rows[i] for i in coupled]
         params = [(row.draw.spec.sampling, row.position) for row in chosen]
@@ -133,14 +133,17 @@ def _append(rows: Tokens[_Row], picks: Tensor) -> None:
         row.drawn.token_ids.append(pick)
 
 
-def _masked(logits: Tensor, rows: Tokens[_Row]) -> Tensor:
+def masked(
+    logits: Tensor,  # [rows, vocab]
+    rows: Tokens[tuple[GenerationSpec, int]],  # and the position that each decides about
+) -> Tensor:
     """Ban stop ids at positions where min_tokens is not reached, as decoding one by one would."""
     indices: list[int] = []
     banned: list[int] = []
-    for index, row in enumerate(rows):
-        if must_go_on(row.draw.spec, row.position):
-            indices += [index] * len(row.draw.spec.stop_ids)
-            banned += row.draw.spec.stop_ids
+    for index, (spec, position) in enumerate(rows):
+        if must_go_on(spec, position):
+            indices += [index] * len(spec.stop_ids)
+            banned += spec.stop_ids
     return mask_tokens(logits, indices, banned)
 
 

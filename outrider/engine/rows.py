@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from outrider.types import GenerationSpec, SparseDistribution, VerificationMode
+from outrider.types import GenerationSpec, SparseDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,6 @@ class Draw:
     spec: GenerationSpec
     base_len: int
     steps: int = 1
-
-    @property
-    def sends_distributions(self) -> bool:
-        """Guesses are sampled and travel with what they were sampled from (`rejection`)."""
-        spec = self.spec
-        return spec.mode is VerificationMode.REJECTION and not spec.sampling.greedy
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,10 @@ class Scheduler:
         self.running.remove(work)
         sequence = work.sequence
         self._trim(sequence)
-        full = sequence.committed_kv() // self.blocks.block_tokens
+        size = self.blocks.block_tokens
+        if len(sequence.cached) // size <= sequence.offered:
+            return  # No further block is full: comparing the tokens can wait.
+        full = sequence.committed_kv() // size
         if full > sequence.offered:
             self.blocks.register(sequence.salt, sequence.log, sequence.blocks, full)
             sequence.offered = full

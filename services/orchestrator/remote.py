@@ -97,7 +97,7 @@ class RemoteSession:
     ) -> worker_pb2.Reply:
         """Carry out an entry on the whole log; `set_op` fills in its op, the delta included.
 
-        Further replies, if it asked for them, come by `next_reply`. `deadline` is on the
+        Further replies, if it asked for them, come by `next_replies`. `deadline` is on the
         monotonic clock. Raises the OutriderError that a refusal stands
         for, Unavailable when the worker goes away, DeadlineExceeded.
         """

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.drawing import log_probs_of, must_go_on
+from outrider.engine.drawing import log_probs_of, masked, must_go_on
 from outrider.engine.rows import Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import Unsupported
 from outrider.sampling import (
     Chain,
-    mask_tokens,
     position_logprobs,
     verify_blocks,
     verify_tokens,
 )
-from outrider.types import GenerationSpec, Proposal, Verdict, VerificationMode
+from outrider.types import GenerationSpec, Proposal, Verdict
 from outrider.v1 import worker_pb2
 from outrider.wire import proposal_from_proto, require, verified_to_proto
 from outrider.worker.sessions import Refusal
@@ -84,7 +83,7 @@ class Verifier:
         if sampled:
             verifications = [work.context for work, _ in sampled]
             raw = _concatenate([logits for _, logits in sampled])
-            found = _verify_rejection(_masked(raw, verifications), verifications)
+            found = _verify_rejection(raw, verifications)
             verdicts |= {id(work): v for (work, _), v in zip(sampled, found, strict=True)}
         for work, logits in ready:
             work.context.verdict = _with_logprobs(verdicts[id(work)], work.context, logits)
@@ -123,14 +122,12 @@ def _holds_stop(done: _Verification, tokens: Tokens[int]) -> bool:
 
 def _draw_of(spec: GenerationSpec, base_len: int) -> Draw | None:
     """None in rejection sampling, which decides by distributions."""
-    if spec.mode is VerificationMode.REJECTION and not spec.sampling.greedy:
-        return None
-    return Draw(spec, base_len)
+    return None if spec.uses_distributions else Draw(spec, base_len)
 
 
 def _ahead(spec: GenerationSpec, more_rounds: int) -> int:
     """Rounds that nobody has to look at the logits of."""
-    return more_rounds if _draw_of(spec, 0) and spec.logprobs is None else 0
+    return 0 if spec.uses_distributions or spec.logprobs is not None else more_rounds
 
 
 def _by_draw(work: Work) -> Verdict:
@@ -151,6 +148,7 @@ def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> lis
         )
         for v in verifications
     ]
+    logits = masked(logits, [(v.spec, position) for v in verifications for position in v.positions])
     specs = [(v.spec.sampling, len(v.positions)) for v in verifications]
     outcomes = verify_blocks(log_probs_of(logits, specs), chains)
     return [
@@ -161,21 +159,6 @@ def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> lis
         )
         for chain, outcome in zip(chains, outcomes, strict=True)
     ]
-
-
-def _masked(logits: Tensor, verifications: list[_Verification]) -> Tensor:
-    """Ban stop ids at positions where min_tokens is not reached, as decoding one by one would."""
-    rows: list[int] = []
-    banned: list[int] = []
-    row = 0
-    for verification in verifications:
-        spec = verification.spec
-        for position in verification.positions:
-            if must_go_on(spec, position):
-                rows += [row] * len(spec.stop_ids)
-                banned += spec.stop_ids
-            row += 1
-    return mask_tokens(logits, rows, banned)
 
 
 def _with_logprobs(verdict: Verdict, verification: _Verification, logits: Tensor) -> Verdict:
