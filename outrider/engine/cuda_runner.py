@@ -203,10 +203,10 @@ class CudaRunner:
         """A pass, what it draws, and the further passes that draws ask for."""
         draws = [rows.draw for rows in batch if rows.draw]
         if not draws or not all(can_draw(draw) for draw in draws):
-            return drawing.run(batch, self.forward)
+            return drawing.run(batch, self)
         loops = any(draw.steps > 1 for draw in draws)
         if loops and any(rows.draw and rows.num_logits > 1 for rows in batch):
-            return drawing.run(batch, self.forward)
+            return drawing.run(batch, self)
         logits = self.forward(batch)
         bucket = self.bucket_for(sum(len(rows.token_ids) for rows in batch))
         cuts = any(has_cuts(draw.spec.sampling) for draw in draws)
@@ -292,6 +292,14 @@ class CudaRunner:
         wanted = bucket.fill(batch)
         return self._replay(bucket)[:wanted]
 
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Tokens[tuple[int, int]]) -> None:
+        """Copy the KV of whole blocks, of all layers: (from, to)."""
+        if pairs:
+            sources, copies = torch.tensor(pairs, device=self._device).unbind(1)
+            for pool in self._pools:
+                pool[:, copies] = pool[:, sources]
+
     def _replay(self, bucket: _Bucket) -> Tensor:
         if bucket.graph is None:
             bucket.logits = self._pass(bucket)
@@ -347,6 +355,10 @@ class CudaRunner:
         size = (shape.layers, num_blocks * self.block_tokens, shape.kv_heads, shape.head_dim)
         keys = torch.zeros(size, dtype=shape.dtype, device=self._device)
         values = torch.zeros(size, dtype=shape.dtype, device=self._device)
+        self._pools = [
+            pool.view(shape.layers, num_blocks, self.block_tokens, *size[2:])
+            for pool in (keys, values)
+        ]
         for module in self.model.modules():
             layer = getattr(module, "layer_idx", None)
             if layer is not None:

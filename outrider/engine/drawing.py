@@ -3,18 +3,19 @@
 Both tiers draw: the target its own token at every row of a verification, the draft its guesses.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.engine.rows import Draw, Drawn, Output, Rows
+from outrider.engine.rows import Draw, Drawn, Output, Rows, branch_places
 from outrider.sampling import (
     RowParams,
     SparseRows,
     coupled_picks,
+    coupled_scores,
     cpu_sampler,
     greedy_picks,
     mask_tokens,
@@ -25,35 +26,143 @@ from outrider.sampling import (
 from outrider.types import GenerationSpec, SamplingParams
 
 
-def run(batch: Tokens[Rows], forward: Callable[[Tokens[Rows]], Tensor]) -> Output:
+class Forward(Protocol):
+    """What runs passes, and copies KV blocks between them."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block."""
+
+    def forward(self, batch: Tokens[Rows]) -> Tensor:  # [logits rows of all, vocab] float32
+        """Logits of the rows, in the order of the batch."""
+
+    def copy_blocks(self, pairs: Tokens[tuple[int, int]]) -> None:
+        """Copy the KV of whole blocks, of all layers: (from, to)."""
+
+
+def run(batch: Tokens[Rows], runner: Forward) -> Output:
     """One pass over the batch, and the further ones that its draws ask for."""
-    logits = forward(batch)
+    logits = runner.forward(batch)
     drawn = [Drawn() if rows.draw else None for rows in batch]
-    if not any(rows.draw for rows in batch):
-        return Output(logits, drawn)
-    going = [
-        (rows, rows.draw, result)
-        for rows, result in zip(batch, drawn, strict=True)
-        if rows.draw is not None and result is not None
-    ]
-    _draw(_drawing_rows(batch, logits), [(d, r, rows.num_logits) for rows, d, r in going])
-    step = 1
-    while going := [item for item in going if item[1].steps > step]:
-        next_batch = [
-            Rows(result.token_ids[-1:], draw.base_len + step - 1, rows.blocks, 1)
-            for rows, draw, result in going
-        ]
-        _draw(forward(next_batch), [(draw, result, 1) for _, draw, result in going])
-        step += 1
+    going = _start_chains(batch, drawn, logits) + _start_branches(batch, drawn, logits, runner)
+    while going := [chain for chain in going if chain.left > 0]:
+        # Logits are valid until the next pass, so everything of the last one is drawn by now.
+        passed = runner.forward([chain.next_rows() for chain in going])
+        _draw(passed, [_Row(chain.draw, chain.drawn, chain.position) for chain in going])
+        for chain in going:
+            chain.left -= 1
     return Output(logits, drawn)
 
 
-def _drawing_rows(batch: Tokens[Rows], logits: Tensor) -> Tensor:
-    """The logits of the entries that draw."""
-    if all(rows.draw for rows in batch if rows.num_logits):
+@dataclass(slots=True)
+class _Chain:
+    """Tokens that follow each other: the last one drawn, at `position`, is fed to the next pass."""
+
+    draw: Draw
+    drawn: Drawn
+    blocks: Tokens[int]
+    position: int
+    left: int
+    """Passes to come."""
+
+    def next_rows(self) -> Rows:
+        position, self.position = self.position, self.position + 1
+        return Rows(self.drawn.token_ids[-1:], position, self.blocks, 1)
+
+
+def _start_chains(batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tensor) -> list[_Chain]:
+    """Draw for the sequences themselves."""
+    items = _entries(batch, drawn, branching=False)
+    if items:
+        _draw(
+            _rows_of(batch, logits, [rows for rows, _, _ in items]),
+            [
+                _Row(draw, result, draw.base_len + i)
+                for rows, draw, result in items
+                for i in range(rows.num_logits)
+            ],
+        )
+    return [
+        _Chain(draw, result, rows.blocks, draw.base_len, draw.steps - 1)
+        for rows, draw, result in items
+    ]
+
+
+def _start_branches(
+    batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tensor, runner: Forward
+) -> list[_Chain]:
+    """Each branch takes its token from the row that it branches off at."""
+    items = _entries(batch, drawn, branching=True)
+    if not items:
+        return []
+    ranked = iter(_candidates(_rows_of(batch, logits, [rows for rows, _, _ in items]), items))
+    chains, copied = [], []
+    for rows, draw, result in items:
+        candidates = [next(ranked) for _ in range(rows.num_logits)]
+        places = branch_places(rows, runner.block_tokens)
+        for branch, place in zip(draw.branches, places, strict=True):
+            own = Drawn([candidates[branch.num_accepted][branch.rank]])
+            result.branches.append(own)
+            # A branch is a round of its own, for what its noise is keyed by.
+            round_start = replace(draw, base_len=place.start + 1, branches=())
+            chains.append(_Chain(round_start, own, place.blocks, place.start, draw.steps))
+            copied += [place.copied] if place.copied else []
+    runner.copy_blocks(copied)
+    return chains
+
+
+def _entries(
+    batch: Tokens[Rows], drawn: Tokens[Drawn | None], *, branching: bool
+) -> list[tuple[Rows, Draw, Drawn]]:
+    return [
+        (rows, rows.draw, result)
+        for rows, result in zip(batch, drawn, strict=True)
+        if rows.draw is not None and result is not None and bool(rows.draw.branches) is branching
+    ]
+
+
+def _rows_of(batch: Tokens[Rows], logits: Tensor, chosen: Tokens[Rows]) -> Tensor:
+    """The logits of some entries of the batch."""
+    if sum(rows.num_logits for rows in chosen) == len(logits):
         return logits
     parts = torch.split(logits, [rows.num_logits for rows in batch])
-    return torch.cat([part for part, rows in zip(parts, batch, strict=True) if rows.draw])
+    wanted = {id(rows) for rows in chosen}
+    return torch.cat([part for part, rows in zip(parts, batch, strict=True) if id(rows) in wanted])
+
+
+@torch.inference_mode()
+def _candidates(logits: Tensor, items: Tokens[tuple[Rows, Draw, Drawn]]) -> list[list[int]]:
+    """For each row the tokens that may follow there, likeliest first, as far as a branch asks.
+
+    What a sequence has at the place already is left out. In `coupled` mode a token is as likely as
+    its noise makes it: the target knows the same noise.
+    """
+    rows = [
+        (draw.spec, draw.base_len + i) for entry, draw, _ in items for i in range(entry.num_logits)
+    ]
+    logits = masked(logits, rows)
+    log_probs = log_probs_of(logits, [(spec.sampling, 1) for spec, _ in rows])
+    greedy = torch.tensor([spec.sampling.greedy for spec, _ in rows], device=logits.device)
+    scores = torch.where(greedy[:, None], logits, log_probs)
+    noisy = [
+        i for i, (s, _) in enumerate(rows) if not s.uses_distributions and not s.sampling.greedy
+    ]
+    if noisy:
+        chosen = [rows[i] for i in noisy]
+        scores[noisy] = coupled_scores(
+            log_probs[noisy], [s.sampling.seed for s, _ in chosen], [place for _, place in chosen]
+        )
+    taken = [
+        token
+        for entry, _, _ in items
+        for token in (*entry.token_ids[len(entry.token_ids) - entry.num_logits + 1 :], None)
+    ]
+    for row, token in enumerate(taken):
+        if token is not None:
+            scores[row, token] = -torch.inf
+    most = 1 + max(branch.rank for _, draw, _ in items for branch in draw.branches)
+    ranked: list[list[int]] = scores.topk(most).indices.tolist()
+    return ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +175,8 @@ class _Row:
 
 
 @torch.inference_mode()
-def _draw(logits: Tensor, entries: Tokens[tuple[Draw, Drawn, int]]) -> None:
-    """Draw at `count` rows of each entry; logits [rows of all, vocab]."""
-    rows = [
-        _Row(draw, drawn, draw.base_len + len(drawn.token_ids) + i)
-        for draw, drawn, count in entries
-        for i in range(count)
-    ]
+def _draw(logits: Tensor, rows: Tokens[_Row]) -> None:
+    """Draw at each row; logits [rows, vocab]."""
     logits = masked(logits, [(row.draw.spec, row.position) for row in rows])
     coupled = [i for i, row in enumerate(rows) if not row.draw.spec.uses_distributions]
     sampled = [i for i, row in enumerate(rows) if row.draw.spec.uses_distributions]

@@ -159,6 +159,7 @@ class Engine:
                     blocks=work.sequence.blocks,
                     num_logits=work.num_logits if chunk.completes else 0,
                     draw=work.draw if chunk.completes else None,
+                    scratch=work.scratch,
                 )
             )
         return rows
@@ -176,7 +177,7 @@ class Engine:
                 ready.append((work, output.logits[row : row + work.num_logits]))
                 row += work.num_logits
                 work.drawn = drawn
-                if work.draw and drawn and work.draw.steps > 1:
+                if work.draw and drawn and work.draw.steps > 1 and not work.draw.branches:
                     # Every guess but the last was fed to a pass.
                     work.sequence.cached.extend(drawn.token_ids[:-1])
         return ready

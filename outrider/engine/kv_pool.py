@@ -54,6 +54,12 @@ class CpuPool:
         self.keys = torch.zeros(*per_layer, shape.head_dim, block_tokens, dtype=shape.dtype)
         self.values = torch.zeros(*per_layer, block_tokens, shape.head_dim, dtype=shape.dtype)
 
+    def copy_blocks(self, pairs: Tokens[tuple[int, int]]) -> None:
+        """Copy whole blocks, of all layers: (from, to)."""
+        for source, copy in pairs:
+            self.keys[:, copy] = self.keys[:, source]
+            self.values[:, copy] = self.values[:, source]
+
     def layout(self, batch: Tokens[Rows]) -> "CpuLayout":
         """Where the rows of a pass belong."""
         size = self.block_tokens

@@ -24,9 +24,13 @@ class ModelRunner:
 
     def run(self, batch: Tokens[Rows]) -> Output:
         """A pass, what it draws, and the further passes that draws ask for."""
-        return drawing.run(batch, self.forward)
+        return drawing.run(batch, self)
 
     @torch.inference_mode()
     def forward(self, batch: Tokens[Rows]) -> Tensor:  # [logits rows of all, vocab] float32
         """Run the rows; logits come in the order of `batch`, float32."""
         return self._pass(*inputs_of(batch, self._pool))
+
+    def copy_blocks(self, pairs: Tokens[tuple[int, int]]) -> None:
+        """Copy the KV of whole blocks, of all layers: (from, to)."""
+        self._pool.copy_blocks(pairs)

@@ -1,11 +1,21 @@
 """What goes into a pass and what comes out of it."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from outrider.types import GenerationSpec, SparseDistribution
+
+
+class Branch(NamedTuple):
+    """One way on from tokens that are being verified: `num_accepted` of them stand, then comes the
+    token of this `rank` (0: the likeliest) among all but the one that stands there."""
+
+    num_accepted: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,18 +24,35 @@ class Draw:
 
     The first of them decides about position `base_len` of the log. With `steps` above 1 the last
     token drawn is fed to a pass of its own, and so on, until `steps` passes have drawn.
+
+    With `branches`, row i of the logits is what follows i of the tokens after the base. Nothing is
+    drawn for the sequence itself; each branch takes its token and goes on from it for `steps`
+    further passes, in blocks of its own (`Rows.scratch`).
     """
 
     spec: GenerationSpec
     base_len: int
     steps: int = 1
+    branches: tuple[Branch, ...] = ()
+
+    def scratch_blocks(self, block_tokens: int) -> int:
+        """Blocks that the branches write."""
+        return sum(len(places) for places in self._places(block_tokens))
+
+    def _places(self, block_tokens: int) -> Iterator[range]:
+        """Of each branch, the block numbers within the sequence that it writes."""
+        for branch in self.branches:
+            first = self.base_len + branch.num_accepted
+            last = first + self.steps - 1
+            yield range(first // block_tokens, last // block_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of one sequence: `token_ids` at positions start, start+1, …, whose KV is written.
 
-    `num_logits` of them, the last ones, give logits; `draw` says what to draw there.
+    `num_logits` of them, the last ones, give logits; `draw` says what to draw there. `scratch` are
+    the blocks of the draw's branches.
     """
 
     token_ids: Tokens[int]
@@ -33,14 +60,43 @@ class Rows:
     blocks: Tokens[int]
     num_logits: int
     draw: Draw | None = None
+    scratch: Tokens[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPlace:
+    """Where a branch lies: its token at position `start`, its block table, and the block of the
+    sequence's that its own first block starts as a copy of (from, to), if it begins inside one."""
+
+    start: int
+    blocks: list[int]
+    copied: tuple[int, int] | None
+
+
+def branch_places(rows: Rows, block_tokens: int) -> list[BranchPlace]:
+    """The places of the branches of `rows`, in the order of the draw's."""
+    draw = rows.draw
+    if draw is None:
+        return []
+    found, taken = [], 0
+    for branch, places in zip(draw.branches, draw._places(block_tokens), strict=True):
+        own = rows.scratch[taken : taken + len(places)]
+        taken += len(places)
+        start = draw.base_len + branch.num_accepted
+        inside = start % block_tokens > 0
+        copied = (rows.blocks[places.start], own[0]) if inside else None
+        found.append(BranchPlace(start, [*rows.blocks[: places.start], *own], copied))
+    return found
 
 
 @dataclass(slots=True)
 class Drawn:
-    """The tokens, and in `rejection` mode the distribution of each."""
+    """The tokens, and in `rejection` mode the distribution of each; or what each branch drew, its
+    own token first, which has no distribution."""
 
     token_ids: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution] = field(default_factory=list)
+    branches: list["Drawn"] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

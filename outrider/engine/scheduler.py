@@ -45,6 +45,8 @@ class Work:
     """Tokens whose KV was there when the work started."""
     looked_up: bool = False
     """The shared prefixes have been searched for it."""
+    scratch: list[int] = field(default_factory=list)
+    """Blocks of the draw's branches, while the work runs."""
 
     @property
     def pending(self) -> int:
@@ -104,7 +106,7 @@ class Scheduler:
         dead = [work for work in self.works if is_dead(work)]
         for work in dead:
             (self.running if work in self.running else self.waiting).remove(work)
-            self._trim(work.sequence)
+            self._trim(work)
         return dead
 
     def next_batch(self) -> list[Chunk]:
@@ -135,8 +137,8 @@ class Scheduler:
 
     def finish(self, work: Work) -> None:
         self.running.remove(work)
+        self._trim(work)
         sequence = work.sequence
-        self._trim(sequence)
         size = self.blocks.block_tokens
         if len(sequence.cached) // size <= sequence.offered:
             return  # No further block is full: comparing the tokens can wait.
@@ -203,8 +205,12 @@ class Scheduler:
             return False
         work.computed = work.reused = start
         del sequence.cached[start:]
-        sequence.offered = min(sequence.offered, start // self.blocks.block_tokens)
-        return self.blocks.extend(sequence.blocks, work.reserve)
+        size = self.blocks.block_tokens
+        sequence.offered = min(sequence.offered, start // size)
+        if not self.blocks.extend(sequence.blocks, work.reserve):
+            return False
+        scratch = work.draw.scratch_blocks(size) if work.draw else 0
+        return self.blocks.extend(work.scratch, scratch * size)
 
     def _victims(self, sequence: Sequence) -> Iterator[Sequence]:
         yield from self._find_idle()
@@ -212,8 +218,9 @@ class Scheduler:
             if work.sequence is not sequence and work.sequence.blocks:
                 yield work.sequence
 
-    def _trim(self, sequence: Sequence) -> None:
-        self.blocks.truncate(sequence.blocks, len(sequence.cached))
+    def _trim(self, work: Work) -> None:
+        self.blocks.truncate(work.sequence.blocks, len(work.sequence.cached))
+        self.blocks.truncate(work.scratch, 0)
 
 
 def _fitting(work: Work, rows: int) -> int:

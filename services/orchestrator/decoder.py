@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
+from outrider.remote.session import RemoteSession, Spent
 from outrider.token_log import TokenLog
 from outrider.types import Proposal, SpeculationStats, TokenSource, Verdict
 from outrider.v1 import worker_pb2
 from outrider.wire import proposal_to_proto, verdict_from_proto
 from services.orchestrator.controller import Controller, RoundOutcome
 from services.orchestrator.proposers import Proposed, Proposer
-from services.orchestrator.remote import RemoteSession, Spent
 from services.orchestrator.stopping import OutputStream, Released
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import outrider
 from outrider.errors import InternalError, OutriderError
+from outrider.remote.link import WorkerLink
+from outrider.remote.session import RemoteSession, Routing
 from outrider.token_log import TokenLog
 from outrider.types import Fence, FinishReason, GenerationSpec, SpeculationStats
 from outrider.v1 import generation_pb2
@@ -25,10 +27,8 @@ from outrider.wire import (
 )
 from services.orchestrator.controller import FixedLength
 from services.orchestrator.decoder import Decoder, Piece, RoundTimes
-from services.orchestrator.links import WorkerLink
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.proposers import NGRAM, DraftModel, NgramLookup, Proposer
-from services.orchestrator.remote import RemoteSession, Routing
 from services.orchestrator.requests import GenerationPlan
 from services.orchestrator.stopping import OutputStream
 from services.orchestrator.store import SessionStore

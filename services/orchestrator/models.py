@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from outrider.remote.link import WorkerLink
 from outrider.v1 import worker_pb2
-from services.orchestrator.links import WorkerLink
 from services.orchestrator.text import ChatTokenizer
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.errors import FailedPrecondition, InvalidArgument, OutriderError, Unsupported
+from outrider.remote.session import NOTHING_SPENT, RemoteSession, Spent
 from outrider.token_log import TokenLog
 from outrider.types import Proposal
 from outrider.v1 import worker_pb2
 from outrider.wire import proposal_from_proto
 from services.orchestrator.ngram import NgramProposer
-from services.orchestrator.remote import NOTHING_SPENT, RemoteSession, Spent
 
 DRAFT = "draft"
 NGRAM = "ngram"

@@ -16,6 +16,8 @@ from outrider.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from outrider.remote.link import WorkerLink
+from outrider.remote.session import Routing
 from outrider.rpc.auth import Authenticator
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
@@ -25,9 +27,7 @@ from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider.wire import mode_to_proto, reason_to_proto, sampling_to_proto
 from services.orchestrator.config import OrchestratorConfig
 from services.orchestrator.generation import Generation, Surroundings
-from services.orchestrator.links import WorkerLink
 from services.orchestrator.models import ModelRegistry, ServedModel
-from services.orchestrator.remote import Routing
 from services.orchestrator.requests import (
     Defaults,
     GenerationPlan,

@@ -94,7 +94,7 @@ def test_captured_draws_equal_those_of_passes_one_by_one(runner, max_steps):
         fast = runner.run(batch)
         if max_steps == 1:
             logits = fast.logits.clone()
-        slow = drawing.run(batch, runner.forward)
+        slow = drawing.run(batch, runner)
         assert fast.drawn == slow.drawn
         if max_steps == 1:
             assert torch.equal(logits, slow.logits)
@@ -126,7 +126,7 @@ def test_every_number_of_sequences_and_every_k(runner, size):
             draft.append(Rows(tokens[:1] * 2, 0, chooser.blocks(index), 1, draw))
         for batch in (verify, draft):
             if batch:
-                assert runner.run(batch).drawn == drawing.run(batch, runner.forward).drawn
+                assert runner.run(batch).drawn == drawing.run(batch, runner).drawn
 
 
 def test_nothing_is_allocated_or_compiled_after_warm_up(runner):
@@ -163,7 +163,7 @@ def test_a_stream_draws_what_passes_one_by_one_draw(runner, size):
     expected = []
     batch = [rows(i, text, 0, 1) for i, text in enumerate(texts)]
     for step in range(steps):
-        picks = [drawn.token_ids[0] for drawn in drawing.run(batch, runner.forward).drawn]
+        picks = [drawn.token_ids[0] for drawn in drawing.run(batch, runner).drawn]
         expected.append(picks)
         batch = [rows(i, [pick], 9 + step, 1) for i, pick in enumerate(picks)]
     assert streamed == expected

@@ -24,6 +24,8 @@ from outrider.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from outrider.remote.link import WorkerLink
+from outrider.remote.session import RemoteSession, Routing
 from outrider.rpc.channel import ChannelSecurity
 from outrider.token_log import TokenLog
 from outrider.types import (
@@ -45,9 +47,7 @@ from outrider.wire import verified_to_proto
 from outrider.worker.sessions import Refusal, SessionTable, TokensMissing, advance_base
 from services.orchestrator.controller import ALWAYS, FixedLength
 from services.orchestrator.decoder import Decoder, Piece
-from services.orchestrator.links import WorkerLink
 from services.orchestrator.proposers import Proposed
-from services.orchestrator.remote import RemoteSession, Routing
 from services.orchestrator.stopping import OutputStream, StopRules
 from services.orchestrator.text import ChatTokenizer
 from tiny import make_tokenizer

@@ -65,7 +65,7 @@ class AheadRunner(ModelRunner):
         if self.streamed == self.breaks_at:
             self.breaks_at = None
             raise RuntimeError("the device broke")
-        return [drawn.token_ids[0] for drawn in drawing.run(rows, self.forward).drawn]
+        return [drawn.token_ids[0] for drawn in drawing.run(rows, self).drawn]
 
 
 def after(rows, pick):

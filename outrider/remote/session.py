@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from outrider import errors
+from outrider.remote.link import Replies, WorkerLink
 from outrider.token_log import TokenLog
 from outrider.types import Fence, GenerationSpec
 from outrider.v1 import worker_pb2
 from outrider.wire import spec_to_proto
-from services.orchestrator.links import Replies, WorkerLink
 
 INLINE_TOKENS = 4096
 """Missing tokens up to this many travel in the entry itself, more on the bulk stream."""

@@ -1,0 +1,1 @@
+"""Sessions on workers, seen from those who drive them: connections, entries, replies."""

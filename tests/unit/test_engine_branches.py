@@ -1,0 +1,98 @@
+"""Branches: what goes on from each likely outcome equals what going on from it alone gives."""
+
+import pytest
+import torch
+from worker_harness import load, make_runner, plain_logits, random_tokens
+
+from outrider.engine.rows import Branch, Draw, Rows, branch_places
+from outrider.sampling import coupled_scores, processed_log_probs
+from outrider.sampling.logits import RowParams
+from outrider.types import GenerationSpec, SamplingParams, VerificationMode
+
+torch.set_num_threads(1)
+
+BLOCK = 8  # make_runner's.
+SPECS = {
+    "greedy": GenerationSpec(SamplingParams()),
+    "coupled": GenerationSpec(SamplingParams(temperature=1.0, top_p=0.95, seed=7)),
+    "rejection": GenerationSpec(
+        SamplingParams(temperature=1.0, seed=7), VerificationMode.REJECTION
+    ),
+}
+BRANCHES = (Branch(0, 0), Branch(0, 2), Branch(1, 0), Branch(3, 0), Branch(3, 1))
+
+
+def rows_with_branches(spec, tokens, pending, *, steps=3, branches=BRANCHES, first_block=0):
+    draw = Draw(spec, len(tokens), steps, branches)
+    needed = -(-(len(tokens) + len(pending)) // BLOCK)
+    blocks = list(range(first_block, first_block + needed))
+    count = draw.scratch_blocks(BLOCK)
+    scratch = list(range(first_block + needed, first_block + needed + count))
+    return Rows([*tokens, *pending], 0, blocks, len(pending) + 1, draw, scratch)
+
+
+def ranked(model, spec, prefix, without):
+    """All tokens that may follow a prefix, likeliest first."""
+    logits = plain_logits(model, prefix)[-1:]
+    scores = logits.clone()
+    if not spec.sampling.greedy:
+        scores = processed_log_probs(logits, RowParams.build([(spec.sampling, 1)], logits.device))
+    if spec.mode is VerificationMode.COUPLED and not spec.sampling.greedy:
+        scores = coupled_scores(scores, [spec.sampling.seed], [len(prefix)])
+    if without is not None:
+        scores[0, without] = -torch.inf
+    return scores[0].argsort(descending=True).tolist()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("length", [5, 7, 8, 13])
+def test_each_branch_goes_on_as_if_alone(tiny_models, spec, length):
+    model = tiny_models["target"]
+    tokens, pending = random_tokens(length), random_tokens(3, seed=5)
+    runner = make_runner(load(model), 64)
+    (drawn,) = runner.run([rows_with_branches(spec, tokens, pending)]).drawn
+    assert not drawn.token_ids
+    for branch, result in zip(BRANCHES, drawn.branches, strict=True):
+        prefix = [*tokens, *pending[: branch.num_accepted]]
+        standing = pending[branch.num_accepted] if branch.num_accepted < 3 else None
+        first, *guesses = result.token_ids
+        assert first == ranked(model, spec, prefix, standing)[branch.rank]
+        prefix = [*prefix, first]
+        alone = make_runner(load(model), 64)
+        rows = Rows(prefix, 0, list(range(16)), 1, Draw(spec, len(prefix), steps=3))
+        (expected,) = alone.run([rows]).drawn
+        assert guesses == expected.token_ids
+        # Weights are rounded, and the last bit of a logit depends on the shape of its pass.
+        assert [d.ids for d in result.distributions] == [d.ids for d in expected.distributions]
+
+
+def test_a_branch_starts_with_the_kv_of_what_it_stands_on(tiny_models):
+    """Without the copy of the block that a branch begins in, its guesses are others."""
+    runner = make_runner(load(tiny_models["target"]), 64)
+    rows = rows_with_branches(SPECS["greedy"], random_tokens(13), random_tokens(3, seed=5))
+    (right,) = runner.run([rows]).drawn
+    runner.copy_blocks = lambda pairs: None
+    (wrong,) = runner.run([rows]).drawn
+    assert [b.token_ids for b in right.branches] != [b.token_ids for b in wrong.branches]
+
+
+def test_branches_beside_chains_and_prefill(tiny_models):
+    """Entries of one batch do not disturb each other, whatever they draw."""
+    model, spec = tiny_models["target"], SPECS["coupled"]
+    branching = rows_with_branches(spec, random_tokens(9), random_tokens(3, seed=5))
+    chain_tokens = random_tokens(6, seed=9)
+    chain = Rows(chain_tokens, 0, [60], 1, Draw(spec, 6, steps=2))
+    prefill = Rows(random_tokens(7, seed=3), 0, [61], 0)
+    together = make_runner(load(model), 64).run([chain, prefill, branching]).drawn
+    (alone,) = make_runner(load(model), 64).run([branching]).drawn
+    (chain_alone,) = make_runner(load(model), 64).run([chain]).drawn
+    assert together == [chain_alone, None, alone]
+
+
+def test_places_of_branches():
+    draw = Draw(SPECS["greedy"], 7, 10, (Branch(0, 0), Branch(1, 0)))
+    assert draw.scratch_blocks(8) == 5
+    rows = Rows([1] * 8, 0, [40, 41], 2, draw, [50, 51, 52, 53, 54])
+    inside, at_border = branch_places(rows, 8)
+    assert (inside.start, inside.blocks, inside.copied) == (7, [50, 51, 52], (40, 50))
+    assert (at_border.start, at_border.blocks, at_border.copied) == (8, [40, 53, 54], None)
