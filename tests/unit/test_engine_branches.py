@@ -71,6 +71,7 @@ def test_a_branch_starts_with_the_kv_of_what_it_stands_on(tiny_models):
     runner = make_runner(load(tiny_models["target"]), 64)
     rows = rows_with_branches(SPECS["greedy"], random_tokens(13), random_tokens(3, seed=5))
     (right,) = runner.run([rows]).drawn
+    runner = make_runner(load(tiny_models["target"]), 64)
     runner.copy_blocks = lambda pairs: None
     (wrong,) = runner.run([rows]).drawn
     assert [b.token_ids for b in right.branches] != [b.token_ids for b in wrong.branches]
