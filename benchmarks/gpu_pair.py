@@ -1,11 +1,12 @@
 """Plain against speculative decoding of the synthetic pair, draft and target in processes of their
 own over gRPC, on whatever GPU is there.
 
-    python benchmarks/gpu_pair.py --eps 0.01 --k 4 --batches 1,8,32 --temperatures 0,1
+    python benchmarks/gpu_pair.py --eps 0.01 --variants 4 --batches 1,8,32 --temperatures 0,1
+    python benchmarks/gpu_pair.py --devices cuda:0,cuda:1 --variants 4,3@8,4@8 --batches 1
 
 Prompts are 64 random token ids, answers 256 tokens with the end-of-sequence token ignored. Each
-figure is printed when it is known; plain and speculative take turns, `--repeats` times, and
-the median counts.
+figure is printed when it is known; plain decoding and the variants take turns, `--repeats` times,
+and the median counts.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from outrider.cli.stack import LocalStack, StackConfig
 from outrider.client import Completion, GenerationOptions, OutriderClient
@@ -23,14 +25,33 @@ VOCABULARY = 128_256
 PROMPT_TOKENS = 64
 
 
+class Variant(NamedTuple):
+    """Guesses a round, and outcomes that the draft prepares for."""
+
+    k: int
+    fan_out: int
+
+    def __str__(self) -> str:
+        if not self.k:
+            return "plain"
+        return f"k={self.k}" + (f", {self.fan_out} outcomes ahead" if self.fan_out else "")
+
+
 async def main() -> None:
     args = parse()
+    target_device, draft_device = args.devices.split(",")
+    target_weights, draft_weights = args.quantize.split(",")
     config = StackConfig(
         target=f"synthetic:{args.target},eps={args.eps}",
         draft=f"synthetic:{args.draft}",
         dtype="auto",
         start_timeout_s=400,
         env={
+            "OUTRIDER_TARGET_DEVICE": target_device,
+            "OUTRIDER_DRAFT_DEVICE": draft_device,
+            "OUTRIDER_TARGET_QUANTIZE": target_weights,
+            "OUTRIDER_DRAFT_QUANTIZE": draft_weights,
+            "OUTRIDER_ORCHESTRATOR_DRAFTING": "relayed" if args.relayed else "direct",
             "OUTRIDER_TARGET_CONTEXT_LENGTH": "2048",
             "OUTRIDER_DRAFT_CONTEXT_LENGTH": "2048",
             "OUTRIDER_TARGET_KV_MEMORY": args.kv_memory,
@@ -60,38 +81,55 @@ async def compare(
     args: argparse.Namespace,
 ) -> None:
     """Interleaved runs of one batch size."""
-    rates: dict[int, list[float]] = {0: [], args.k: []}
-    busy: dict[int, str] = {}
-    last: dict[int, list[Completion]] = {}
+    variants = [Variant(0, 0), *args.variants]
+    rates: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    busy: dict[Variant, str] = {}
+    last: dict[Variant, list[Completion]] = {}
     for repeat in range(args.repeats):
-        for k in rates:
+        for variant in variants:
             before = cpu_seconds(stack)
             started = time.perf_counter()
-            last[k] = await asyncio.gather(
-                *(answer(client, 1000 * repeat + i, k, temperature, args) for i in range(batch))
+            last[variant] = await asyncio.gather(
+                *(
+                    answer(client, 1000 * repeat + i, variant, temperature, args)
+                    for i in range(batch)
+                )
             )
             seconds = time.perf_counter() - started
-            rates[k].append(sum(len(done.token_ids) for done in last[k]) / seconds)
+            rates[variant].append(sum(len(done.token_ids) for done in last[variant]) / seconds)
             used = cpu_seconds(stack)
-            busy[k] = ", ".join(
+            busy[variant] = ", ".join(
                 f"{name} {(used[name] - before[name]) / seconds:.0%}" for name in used
             )
-    plain, speculative = (statistics.median(rates[k]) for k in rates)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(last[0], last[args.k], strict=True))
-    stats = last[args.k][0].stats
-    usage = last[args.k][0].usage.time
+    plain = variants[0]
+    base = statistics.median(rates[plain])
+    for variant in variants:
+        rate = statistics.median(rates[variant])
+        ratios = [r / p for r, p in zip(rates[variant], rates[plain], strict=True)]
+        pairs = zip(last[plain], last[variant], strict=True)
+        same = sum(a.token_ids == b.token_ids for a, b in pairs)
+        print(
+            f"T={temperature:g} batch {batch} {variant}: {rate:.1f} tok/s, {rate / base:.2f} x "
+            f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); {rounds_of(last[variant])}; "
+            f"same ids {same} of {batch}; cores {busy[variant]}",
+            flush=True,
+        )
+
+
+def rounds_of(done: list[Completion]) -> str:
+    """What a round of the first answer consisted of."""
+    stats, time_ = done[0].stats, done[0].usage.time
     rounds = max(stats.rounds, 1)
-    ttft = statistics.median(done.ttft_s or 0 for done in last[0])
-    print(
-        f"T={temperature:g} batch {batch}: plain {plain:.1f} tok/s, k={args.k} {speculative:.1f} "
-        f"tok/s, {speculative / plain:.2f} x; mean acceptance length "
-        f"{stats.mean_acceptance_length:.2f}; per round draft "
-        f"{usage.draft_us / rounds / 1e3:.2f} ms "
-        f"({usage.draft_compute_us / rounds / 1e3:.2f} computing), verify "
-        f"{usage.verify_us / rounds / 1e3:.2f} ms ({usage.verify_compute_us / rounds / 1e3:.2f}); "
-        f"plain first token {ttft * 1e3:.0f} ms; same ids {same} of {batch}\n"
-        f"  cores busy: plain {busy[0]}; k={args.k} {busy[args.k]}",
-        flush=True,
+    hits = stats.buffer_hit_rate
+    whole, waited, drafting, verifying = (
+        us / rounds / 1e3
+        for us in (time_.rounds_us, time_.draft_us, time_.draft_compute_us, time_.verify_compute_us)
+    )
+    return (
+        f"mean acceptance length {stats.mean_acceptance_length:.2f}, round {whole:.2f} ms: draft "
+        f"waited for {waited:.2f} (computing {drafting:.2f}), verify {verifying:.2f}"
+        + (f"; buffer hit {hits:.2f}" if hits is not None else "")
+        + f"; first token {statistics.median(d.ttft_s or 0 for d in done) * 1e3:.0f} ms"
     )
 
 
@@ -107,7 +145,11 @@ def cpu_seconds(stack: LocalStack) -> dict[str, float]:
 
 
 async def answer(
-    client: OutriderClient, number: int, k: int, temperature: float, args: argparse.Namespace
+    client: OutriderClient,
+    number: int,
+    variant: Variant,
+    temperature: float,
+    args: argparse.Namespace,
 ) -> Completion:
     prompt = random.Random(number).choices(range(VOCABULARY), k=PROMPT_TOKENS)
     options = GenerationOptions(
@@ -115,7 +157,8 @@ async def answer(
         ignore_eos=True,
         temperature=temperature,
         seed=number,
-        num_speculative_tokens=k,
+        num_speculative_tokens=variant.k,
+        fan_out=variant.fan_out,
     )
     return await client.complete(prompt, options)
 
@@ -125,7 +168,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", default="8b")
     parser.add_argument("--draft", default="1b")
     parser.add_argument("--eps", type=float, default=0.01)
-    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument(
+        "--variants", type=variants, default=[Variant(4, 0)], help="k, or k@fan-out; by commas"
+    )
+    parser.add_argument("--devices", default="cuda:0,cuda:0", help="the target's, the draft's")
+    parser.add_argument("--quantize", default="none,none", help="the target's, the draft's")
+    parser.add_argument("--relayed", action="store_true", help="the orchestrator asks the draft")
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
     parser.add_argument("--temperatures", type=numbers, default=[0, 1])
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -133,6 +181,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-memory", default="8GiB")
     parser.add_argument("--gather", type=float, default=4.0, help="see --gather-passes of workers")
     return parser.parse_args()
+
+
+def variants(text: str) -> list[Variant]:
+    found = []
+    for part in text.split(","):
+        k, _, fan_out = part.partition("@")
+        found.append(Variant(int(k), int(fan_out or 0)))
+    return found
 
 
 def numbers(text: str) -> list[int]:

@@ -42,6 +42,7 @@ class GenerationOptions:
     mode: VerificationMode | None = None
     num_speculative_tokens: int | None = None
     proposer: str = ""
+    fan_out: int | None = None
     logprobs: int | None = None
     model: str = ""
     adapter: str = ""

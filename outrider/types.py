@@ -14,6 +14,7 @@ MAX_SPECULATIVE_TOKENS = 16
 MAX_PROPOSAL_TOKENS = 64
 MAX_SPARSE_ENTRIES = 64
 MAX_LOGPROBS = 20
+MAX_FAN_OUT = 64
 
 EMPTY_PREFIX_HASH = 0
 """Chained hash of the empty prefix."""
@@ -140,6 +141,38 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a verification may end, and the proposal for the base that this gives."""
+
+    num_accepted: int
+    token_id: int
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """Where a target gets proposals by itself; fields as in worker.proto."""
+
+    address: str
+    num_speculative_tokens: int
+    fan_out: int
+    timeout_s: float
+    end_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """How a target came by a proposal; fields as in worker.proto."""
+
+    wait_us: int = 0
+    worker_us: int = 0
+    compute_us: int = 0
+    failed: bool = False
+    dropped: int = 0
+    hit: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Who may speak for a session: the epoch and the nonce of its owner."""
 
@@ -172,6 +205,8 @@ class SpeculationStats:
     plain: int = 0
     dropped_proposals: int = 0
     fallback_rounds: int = 0
+    buffer_hits: int = 0
+    buffer_misses: int = 0
     proposed_by_position: tuple[int, ...] = field(default=())
     accepted_by_position: tuple[int, ...] = field(default=())
 
@@ -179,6 +214,12 @@ class SpeculationStats:
     def acceptance_rate(self) -> float | None:
         """Accepted over proposed; None where nothing was proposed."""
         return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def buffer_hit_rate(self) -> float | None:
+        """Verdicts prepared for over verdicts looked up; None where nothing was prepared."""
+        looked_up = self.buffer_hits + self.buffer_misses
+        return self.buffer_hits / looked_up if looked_up else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -196,6 +237,8 @@ class SpeculationStats:
             plain=self.plain + other.plain,
             dropped_proposals=self.dropped_proposals + other.dropped_proposals,
             fallback_rounds=self.fallback_rounds + other.fallback_rounds,
+            buffer_hits=self.buffer_hits + other.buffer_hits,
+            buffer_misses=self.buffer_misses + other.buffer_misses,
             proposed_by_position=_add(self.proposed_by_position, other.proposed_by_position),
             accepted_by_position=_add(self.accepted_by_position, other.accepted_by_position),
         )

@@ -9,11 +9,16 @@ from collections.abc import Iterable
 
 from outrider.errors import InvalidArgument
 from outrider.types import (
+    MAX_FAN_OUT,
     MAX_LOGPROBS,
     MAX_PROPOSAL_TOKENS,
     MAX_SPARSE_ENTRIES,
+    MAX_SPECULATIVE_TOKENS,
+    DraftPlan,
+    DraftReport,
     FinishReason,
     GenerationSpec,
+    Outcome,
     PositionLogprobs,
     Proposal,
     SamplingParams,
@@ -48,6 +53,8 @@ _REASONS = {
 _REASONS_BACK = {value: key for key, value in _REASONS.items()}
 _MAX_STOP_IDS = 64
 _MAX_PROPOSER_BYTES = 64
+_MAX_ADDRESS_BYTES = 256
+_MAX_DRAFT_TIMEOUT_MS = 60_000
 
 
 def require(condition: bool, message: str, field: str) -> None:
@@ -217,6 +224,94 @@ def _sparse_from_proto(
     return SparseDistribution(ids, weights)
 
 
+def outcome_to_proto(outcome: Outcome) -> worker_pb2.Outcome:
+    return worker_pb2.Outcome(
+        num_accepted=outcome.num_accepted,
+        token_id=outcome.token_id,
+        proposal=proposal_to_proto(outcome.proposal),
+    )
+
+
+def outcomes_from_proto(
+    messages: Iterable[worker_pb2.Outcome], *, vocab_size: int
+) -> tuple[Outcome, ...]:
+    """Outcomes whose proposals are right; ids that the vocabulary lacks can never come about."""
+    return tuple(
+        Outcome(m.num_accepted, m.token_id, proposal_from_proto(m.proposal, vocab_size=vocab_size))
+        for m in messages
+    )
+
+
+def plan_to_proto(plan: DraftPlan) -> worker_pb2.DraftPlan:
+    return worker_pb2.DraftPlan(
+        address=plan.address,
+        num_speculative_tokens=plan.num_speculative_tokens,
+        fan_out=plan.fan_out,
+        timeout_ms=max(int(plan.timeout_s * 1000), 1),
+        end_len=plan.end_len,
+    )
+
+
+def plan_from_proto(message: worker_pb2.DraftPlan) -> DraftPlan:
+    """A plan whose ranges are right; whether the draft is there is for the target to see."""
+    size = len(message.address.encode())
+    timeout_ms, end_len = message.timeout_ms, message.end_len
+    require(
+        1 <= size <= _MAX_ADDRESS_BYTES,
+        f"1 to {_MAX_ADDRESS_BYTES} bytes are allowed, not {size}",
+        "draft.address",
+    )
+    check_lengths(message)
+    require(
+        1 <= timeout_ms <= _MAX_DRAFT_TIMEOUT_MS,
+        f"{timeout_ms} is not in [1, {_MAX_DRAFT_TIMEOUT_MS}]",
+        "draft.timeout_ms",
+    )
+    require(1 <= end_len < 1 << 31, f"{end_len} is not in [1, 2^31)", "draft.end_len")
+    return DraftPlan(
+        address=message.address,
+        num_speculative_tokens=message.num_speculative_tokens,
+        fan_out=message.fan_out,
+        timeout_s=timeout_ms / 1000,
+        end_len=end_len,
+    )
+
+
+def check_lengths(message: "worker_pb2.DraftPlan | worker_pb2.TuneEntry") -> None:
+    """Guesses and outcomes that may be asked for."""
+    count, fan_out = message.num_speculative_tokens, message.fan_out
+    require(
+        count <= MAX_SPECULATIVE_TOKENS,
+        f"{count} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
+        "num_speculative_tokens",
+    )
+    require(fan_out <= MAX_FAN_OUT, f"{fan_out} is not in [0, {MAX_FAN_OUT}]", "fan_out")
+
+
+def report_to_proto(report: DraftReport) -> worker_pb2.DraftReport:
+    message = worker_pb2.DraftReport(
+        wait_us=report.wait_us,
+        worker_us=report.worker_us,
+        compute_us=report.compute_us,
+        failed=report.failed,
+        dropped=report.dropped,
+    )
+    if report.hit is not None:
+        message.hit = report.hit
+    return message
+
+
+def report_from_proto(message: worker_pb2.DraftReport) -> DraftReport:
+    return DraftReport(
+        wait_us=message.wait_us,
+        worker_us=message.worker_us,
+        compute_us=message.compute_us,
+        failed=message.failed,
+        dropped=message.dropped,
+        hit=message.hit if message.HasField("hit") else None,
+    )
+
+
 def logprobs_to_proto(
     logprobs: Iterable[PositionLogprobs],
 ) -> list[common_pb2.PositionLogprobs]:
@@ -242,13 +337,16 @@ def logprobs_from_proto(
     )
 
 
-def verified_to_proto(verdict: Verdict, timing: WorkTiming) -> worker_pb2.Verified:
+def verified_to_proto(
+    verdict: Verdict, timing: WorkTiming, report: DraftReport | None = None
+) -> worker_pb2.Verified:
     return worker_pb2.Verified(
         token_ids=verdict.token_ids,
         num_accepted=verdict.num_accepted,
         num_proposed=verdict.num_proposed,
         logprobs=logprobs_to_proto(verdict.logprobs),
         timing=timing_to_proto(timing),
+        draft=None if report is None else report_to_proto(report),
     )
 
 
@@ -292,6 +390,8 @@ def stats_to_proto(stats: SpeculationStats) -> generation_pb2.SpeculationStats:
         plain=stats.plain,
         dropped_proposals=stats.dropped_proposals,
         fallback_rounds=stats.fallback_rounds,
+        buffer_hits=stats.buffer_hits,
+        buffer_misses=stats.buffer_misses,
         proposed_by_position=stats.proposed_by_position,
         accepted_by_position=stats.accepted_by_position,
     )
@@ -307,6 +407,8 @@ def stats_from_proto(message: generation_pb2.SpeculationStats) -> SpeculationSta
         plain=message.plain,
         dropped_proposals=message.dropped_proposals,
         fallback_rounds=message.fallback_rounds,
+        buffer_hits=message.buffer_hits,
+        buffer_misses=message.buffer_misses,
         proposed_by_position=tuple(message.proposed_by_position),
         accepted_by_position=tuple(message.accepted_by_position),
     )

@@ -90,6 +90,8 @@ def _counts(stats: SpeculationStats) -> dict[str, Any]:
         "plain": stats.plain,
         "dropped_proposals": stats.dropped_proposals,
         "fallback_rounds": stats.fallback_rounds,
+        "buffer_hits": stats.buffer_hits,
+        "buffer_misses": stats.buffer_misses,
         "proposed_by_position": list(stats.proposed_by_position),
         "accepted_by_position": list(stats.accepted_by_position),
     }

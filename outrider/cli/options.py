@@ -98,6 +98,9 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--k", type=int, metavar="K", help="guesses a round, 0 to 16; 0: off")
     group.add_argument("--mode", choices=[mode.value for mode in VerificationMode])
     group.add_argument("--proposer", default="", choices=PROPOSERS)
+    group.add_argument(
+        "--fan-out", type=int, metavar="N", help="outcomes prepared for ahead, 0 to 64; 0: none"
+    )
 
 
 def generation_options(args: argparse.Namespace) -> GenerationOptions:
@@ -113,6 +116,7 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
         num_speculative_tokens=args.k,
         mode=VerificationMode(args.mode) if args.mode else None,
         proposer=args.proposer,
+        fan_out=args.fan_out,
         stop_strings=tuple(getattr(args, "stop", None) or ()),
         logprobs=getattr(args, "logprobs", None),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ class LoadedModel:
     context_length: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def device_id(self) -> str:
+        """Names the device among all machines: a GPU by its own id, CPUs by their host's name."""
+        if self.device.type == "cuda":
+            return f"cuda-{torch.cuda.get_device_properties(self.device).uuid}"
+        return f"{self.device.type}-{socket.gethostname()}"
 
     def named(self, name: str) -> "LoadedModel":
         """The same model under another name."""

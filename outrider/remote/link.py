@@ -30,6 +30,8 @@ KNOWN_CAPABILITIES = frozenset(
         "logprobs",
         "min_tokens",
         "more_rounds",
+        "drafts",
+        "ahead",
     }
 )
 _MAX_BATCH = 256

@@ -19,6 +19,8 @@ _BULK_TOKENS = 12_000
 """Tokens of one bulk message: at most 5 bytes each keeps it under 64 KiB."""
 
 _MAX_ATTEMPTS = 4
+_LAST_NUMBER = (1 << 64) - 1
+"""Above those of any entry, whoever sent it."""
 
 _REFUSALS: dict[int, type[errors.OutriderError]] = {
     worker_pb2.REFUSAL_REASON_STALE_EPOCH: errors.Fenced,
@@ -150,12 +152,14 @@ class RemoteSession:
             entry.cancel.through_number = entry.header.number - 1
             self.link.post(entry)
 
-    def close(self) -> None:
-        """Free the session's KV there."""
+    def close(self, *, opened_by_others: bool = False) -> None:
+        """Free the session's KV there; `opened_by_others` also if a target has opened it."""
         info = self.link.info
-        if info is not None and self._asked == info.incarnation:
+        if info is not None and (opened_by_others or self._asked == info.incarnation):
             entry = self._entry(timeout_s=10.0)
             entry.close.SetInParent()
+            if opened_by_others:
+                entry.header.number = _LAST_NUMBER
             self.link.post(entry)
         self._incarnation = self._asked = 0
 

@@ -68,14 +68,16 @@ class StopCriteria(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("mode", "num_speculative_tokens", "proposer")
+    __slots__ = ("mode", "num_speculative_tokens", "proposer", "fan_out")
     MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.VerificationMode
     num_speculative_tokens: int
     proposer: str
-    def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ...) -> None: ...
+    fan_out: int
+    def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("session_id", "model", "adapter", "prompt", "sampling", "stop", "speculation", "logprobs", "keep_session", "request_id")
@@ -102,7 +104,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopCriteria, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., logprobs: _Optional[int] = ..., keep_session: bool = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("rounds", "proposed", "accepted", "recovered", "bonus", "plain", "proposed_by_position", "accepted_by_position", "dropped_proposals", "fallback_rounds")
+    __slots__ = ("rounds", "proposed", "accepted", "recovered", "bonus", "plain", "proposed_by_position", "accepted_by_position", "dropped_proposals", "fallback_rounds", "buffer_hits", "buffer_misses")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +115,8 @@ class SpeculationStats(_message.Message):
     ACCEPTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
     DROPPED_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_HITS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_MISSES_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     proposed: int
     accepted: int
@@ -123,7 +127,9 @@ class SpeculationStats(_message.Message):
     accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
     dropped_proposals: int
     fallback_rounds: int
-    def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., recovered: _Optional[int] = ..., bonus: _Optional[int] = ..., plain: _Optional[int] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., dropped_proposals: _Optional[int] = ..., fallback_rounds: _Optional[int] = ...) -> None: ...
+    buffer_hits: int
+    buffer_misses: int
+    def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., recovered: _Optional[int] = ..., bonus: _Optional[int] = ..., plain: _Optional[int] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., dropped_proposals: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., buffer_hits: _Optional[int] = ..., buffer_misses: _Optional[int] = ...) -> None: ...
 
 class TimeStats(_message.Message):
     __slots__ = ("draft_us", "verify_us", "draft_compute_us", "verify_compute_us", "first_token_us", "total_us", "draft_worker_us", "verify_worker_us", "rounds_us")

@@ -164,63 +164,129 @@ class WorkTiming(_message.Message):
     cached_tokens: int
     def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
+class AheadOptions(_message.Message):
+    __slots__ = ("pending", "fan_out")
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    pending: _common_pb2.Proposal
+    fan_out: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pending: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., fan_out: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ProposeEntry(_message.Message):
-    __slots__ = ("delta", "num_speculative_tokens")
+    __slots__ = ("delta", "num_speculative_tokens", "ahead")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     delta: TokenDelta
     num_speculative_tokens: int
-    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...
+    ahead: AheadOptions
+    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., ahead: _Optional[_Union[AheadOptions, _Mapping]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("num_accepted", "token_id", "proposal")
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    num_accepted: int
+    token_id: int
+    proposal: _common_pb2.Proposal
+    def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ...) -> None: ...
 
 class Proposed(_message.Message):
-    __slots__ = ("proposal", "timing")
+    __slots__ = ("proposal", "timing", "outcomes")
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     proposal: _common_pb2.Proposal
     timing: WorkTiming
-    def __init__(self, proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ...) -> None: ...
+    outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
+    def __init__(self, proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
+
+class DraftPlan(_message.Message):
+    __slots__ = ("address", "num_speculative_tokens", "fan_out", "timeout_ms", "end_len")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    END_LEN_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    num_speculative_tokens: int
+    fan_out: int
+    timeout_ms: int
+    end_len: int
+    def __init__(self, address: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., end_len: _Optional[int] = ...) -> None: ...
+
+class TuneEntry(_message.Message):
+    __slots__ = ("num_speculative_tokens", "fan_out")
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    num_speculative_tokens: int
+    fan_out: int
+    def __init__(self, num_speculative_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ...) -> None: ...
+
+class DraftReport(_message.Message):
+    __slots__ = ("wait_us", "worker_us", "compute_us", "failed", "dropped", "hit")
+    WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    WORKER_US_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    wait_us: int
+    worker_us: int
+    compute_us: int
+    failed: bool
+    dropped: int
+    hit: bool
+    def __init__(self, wait_us: _Optional[int] = ..., worker_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., failed: bool = ..., dropped: _Optional[int] = ..., hit: bool = ...) -> None: ...
 
 class VerifyEntry(_message.Message):
-    __slots__ = ("delta", "proposal", "more_rounds")
+    __slots__ = ("delta", "proposal", "more_rounds", "draft")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     MORE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     delta: TokenDelta
     proposal: _common_pb2.Proposal
     more_rounds: int
-    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., more_rounds: _Optional[int] = ...) -> None: ...
+    draft: DraftPlan
+    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., more_rounds: _Optional[int] = ..., draft: _Optional[_Union[DraftPlan, _Mapping]] = ...) -> None: ...
 
 class Verified(_message.Message):
-    __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing")
+    __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing", "draft")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: int
     num_proposed: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     next_proposal: _common_pb2.Proposal
     timing: WorkTiming
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ...) -> None: ...
+    draft: DraftReport
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., draft: _Optional[_Union[DraftReport, _Mapping]] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("header", "open", "propose", "verify", "close", "cancel")
+    __slots__ = ("header", "open", "propose", "verify", "close", "cancel", "tune")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    TUNE_FIELD_NUMBER: _ClassVar[int]
     header: EntryHeader
     open: OpenEntry
     propose: ProposeEntry
     verify: VerifyEntry
     close: CloseEntry
     cancel: CancelEntry
-    def __init__(self, header: _Optional[_Union[EntryHeader, _Mapping]] = ..., open: _Optional[_Union[OpenEntry, _Mapping]] = ..., propose: _Optional[_Union[ProposeEntry, _Mapping]] = ..., verify: _Optional[_Union[VerifyEntry, _Mapping]] = ..., close: _Optional[_Union[CloseEntry, _Mapping]] = ..., cancel: _Optional[_Union[CancelEntry, _Mapping]] = ...) -> None: ...
+    tune: TuneEntry
+    def __init__(self, header: _Optional[_Union[EntryHeader, _Mapping]] = ..., open: _Optional[_Union[OpenEntry, _Mapping]] = ..., propose: _Optional[_Union[ProposeEntry, _Mapping]] = ..., verify: _Optional[_Union[VerifyEntry, _Mapping]] = ..., close: _Optional[_Union[CloseEntry, _Mapping]] = ..., cancel: _Optional[_Union[CancelEntry, _Mapping]] = ..., tune: _Optional[_Union[TuneEntry, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("header", "opened", "proposed", "verified", "closed", "need_tokens", "refused")
@@ -277,7 +343,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "incarnation", "protocol_min", "protocol_max", "capabilities", "required_capabilities", "kv_blocks_total", "kv_blocks_free", "kv_block_tokens", "sessions", "max_proposal_tokens", "eos_token_ids", "version", "draining", "max_rows", "preemptions", "prefix_tokens", "prefix_hit_tokens")
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "incarnation", "protocol_min", "protocol_max", "capabilities", "required_capabilities", "kv_blocks_total", "kv_blocks_free", "kv_block_tokens", "sessions", "max_proposal_tokens", "eos_token_ids", "version", "draining", "max_rows", "preemptions", "prefix_tokens", "prefix_hit_tokens", "device_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +368,7 @@ class InfoResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -326,4 +393,5 @@ class InfoResponse(_message.Message):
     preemptions: int
     prefix_tokens: int
     prefix_hit_tokens: int
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ..., max_rows: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+    device_id: str
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ..., max_rows: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., device_id: _Optional[str] = ...) -> None: ...

@@ -127,6 +127,7 @@ class WorkerServicer:
             preemptions=load.preemptions,
             prefix_tokens=load.prefix_tokens,
             prefix_hit_tokens=load.prefix_hit_tokens,
+            device_id=loaded.device_id,
         )
 
     async def drain(self, timeout_s: float) -> None:

@@ -49,13 +49,23 @@ class Session:
     """Queued and running work; a session without any is idle."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """What is remembered of a session that is gone."""
+
+    epoch: int
+    owner_nonce: int
+    for_good: bool
+    """Its owner closed it, and will not open it again in that epoch."""
+
+
 class SessionTable:
     """Sessions by key, least recently used first."""
 
     def __init__(self, max_sessions: int) -> None:
         self.max_sessions = max_sessions
         self._sessions: OrderedDict[Key, Session] = OrderedDict()
-        self._closed: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+        self._closed: OrderedDict[Key, _Closed] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -71,7 +81,14 @@ class SessionTable:
         """The session that an Open entry names, made or taken over by the entry's owner."""
         key = key_of(header)
         if key in self._closed:
-            _check_owner(header, *self._closed[key])
+            closed = self._closed[key]
+            _check_owner(header, closed.epoch, closed.owner_nonce)
+            if closed.for_good and header.epoch == closed.epoch:
+                raise Refusal(
+                    worker_pb2.REFUSAL_REASON_STALE_EPOCH,
+                    f"its owner has closed the session in epoch {header.epoch}",
+                    field="epoch",
+                )
         session = self.take_over(header)
         if session is None:
             session = Session(header.epoch, header.owner_nonce)
@@ -113,10 +130,23 @@ class SessionTable:
         """Forget a session but for its epoch."""
         session = self._sessions.pop(key, None)
         if session:
-            self._closed[key] = (session.epoch, session.owner_nonce)
-            while len(self._closed) > _MAX_CLOSED:
-                self._closed.popitem(last=False)
+            self._remember(key, _Closed(session.epoch, session.owner_nonce, for_good=False))
         return session
+
+    def end_epoch(self, header: worker_pb2.EntryHeader) -> None:
+        """The owner has closed the session: an entry that it sent before, by another way say, does
+        not bring it back."""
+        check_header(header)
+        closed = self._closed.get(key_of(header))
+        if closed is not None:
+            _check_owner(header, closed.epoch, closed.owner_nonce)
+        self._remember(key_of(header), _Closed(header.epoch, header.owner_nonce, for_good=True))
+
+    def _remember(self, key: Key, closed: "_Closed") -> None:
+        self._closed[key] = closed
+        self._closed.move_to_end(key)
+        while len(self._closed) > _MAX_CLOSED:
+            self._closed.popitem(last=False)
 
     def _number(self, session: Session, header: worker_pb2.EntryHeader) -> None:
         if header.number <= session.last_number:

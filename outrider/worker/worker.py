@@ -3,6 +3,7 @@
 Both tiers run this class. What differs, making a proposal or verifying one, is a `Tier`.
 """
 
+import enum
 import logging
 import queue
 import threading
@@ -38,12 +39,38 @@ logger = logging.getLogger(__name__)
 
 ReplySink = Callable[[worker_pb2.Reply], None]
 
+_SILENT = ("cancel", "tune")
+"""What has no reply of its own."""
 _IDLE_CHECK_S = 1.0
 _MAX_TIMEOUT_MS = 86_400_000
 
 
+class Next(enum.Enum):
+    """What becomes of a work that has been answered."""
+
+    NONE = enum.auto()
+    """Nothing: its entry is done."""
+    NOW = enum.auto()
+    """It has its next round."""
+    LATER = enum.auto()
+    """It gets its next round by `Host.resume`."""
+
+
+class Host(Protocol):
+    """What a tier may ask of its worker."""
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run this on the worker's thread, from any thread."""
+
+    def resume(self, work: Work) -> None:
+        """A work that was to go on later can go on; on the worker's thread."""
+
+
 class Tier(Protocol):
     """What a tier does with a session's base. Called on the worker's thread only."""
+
+    def attach(self, host: Host) -> None:
+        """Before anything else."""
 
     def begin(self, entry: worker_pb2.Entry, sequence: Sequence, spec: GenerationSpec) -> Work:
         """The work for an entry, its `context` the tier's own. Raises Refusal or
@@ -53,9 +80,14 @@ class Tier(Protocol):
         """The reply (without its header) of each work, from what was drawn for it and its logits
         [num_logits, vocab]."""
 
-    def go_on(self, work: Work) -> bool:
-        """Make a work that has just been answered the next one that its entry asks for; False
-        where it asks for no more."""
+    def go_on(self, work: Work) -> Next:
+        """Make a work that has just been answered the next one that its entry asks for."""
+
+    def end(self, work: Work) -> None:
+        """The work is over, answered for the last time or dropped."""
+
+    def tune(self, work: Work, entry: worker_pb2.TuneEntry) -> None:
+        """Change how a work goes on. Raises Refusal or OutriderError as `begin` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +142,13 @@ class Worker:
             max_rows=limits.max_rows,
             find_idle=self._idle_sequences,
         )
+        self._parked: dict[Key, Work] = {}
+        """Work that waits for its next round."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self.run, name="outrider-worker", daemon=True)
         self._queued = 0
         self._window = ReturnWindow(limits.gather_passes)
+        tier.attach(self)
 
     def start(self) -> None:
         """Run on a thread of its own."""
@@ -139,6 +174,10 @@ class Worker:
     def abandon(self, sink: ReplySink) -> None:
         """Drop the work whose replies would go to `sink`: its stream has ended."""
         self._inbox.put(lambda: self._drop_work(lambda task: task.sink == sink))
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run this on the worker's thread, from any thread."""
+        self._inbox.put(action)
 
     @property
     def block_tokens(self) -> int:
@@ -168,6 +207,7 @@ class Worker:
                 self._drop_expired()
                 self._step()
             if time.monotonic() >= next_sweep:
+                self._drop_expired()
                 self._close_idle()
                 next_sweep = time.monotonic() + _IDLE_CHECK_S
 
@@ -198,7 +238,7 @@ class Worker:
             reply = worker_pb2.Reply(need_tokens=self._need_tokens(missing))
         except Exception as error:
             reply = worker_pb2.Reply(refused=self._refused(error))
-        if reply is not None and not entry.HasField("cancel"):
+        if reply is not None and entry.WhichOneof("op") not in _SILENT:
             _send(entry.header, reply, sink, arrived)
 
     def _handle_bulk(
@@ -222,6 +262,9 @@ class Worker:
         op = entry.WhichOneof("op")
         if op == "cancel":
             self._cancel(entry.header, entry.cancel.through_number)
+            return None
+        if op == "tune":
+            self._tune(entry.header, entry.tune)
             return None
         if op == "close":
             return self._close(entry.header)
@@ -291,11 +334,7 @@ class Worker:
         self._check_ids(delta)
         advance_base(sequence.log, header, delta)
         work = self._tier.begin(entry, sequence, spec)
-        if work.reserve > self._engine.capacity_tokens:
-            raise Refusal(
-                worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED,
-                f"{work.reserve} tokens do not fit into KV for {self._engine.capacity_tokens}",
-            )
+        self._check_fits(work)
         # Time spent in the inbox, while a pass ran, is the request's time too.
         work.deadline -= work.arrived - arrived
         work.arrived = arrived
@@ -304,6 +343,16 @@ class Worker:
         self._window.returned(key_of(header), time.monotonic())
         self._queued += 1
         self._engine.scheduler.submit(work)
+
+    def _check_fits(self, work: Work) -> None:
+        size = self.block_tokens
+        scratch = work.draw.scratch_blocks(size) * size if work.draw else 0
+        if work.reserve + scratch > self._engine.capacity_tokens:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED,
+                f"{work.reserve + scratch} tokens do not fit into KV for "
+                f"{self._engine.capacity_tokens}",
+            )
 
     def _check_ids(self, delta: worker_pb2.TokenDelta) -> None:
         worst = max(delta.token_ids, default=0)
@@ -335,7 +384,36 @@ class Worker:
                 self._finish(work, reply)
 
     def _goes_on(self, work: Work) -> bool:
-        return self._tier.go_on(work) and self._engine.scheduler.go_on(work)
+        then = self._tier.go_on(work)
+        if then is Next.LATER:
+            self._engine.scheduler.finish(work)
+            key = key_of(work.owner.entry.header)
+            self._parked[key] = work
+            self._window.answered(key, time.monotonic())
+            return True
+        return then is Next.NOW and self._engine.scheduler.go_on(work)
+
+    def resume(self, work: Work) -> None:
+        """A parked work has its next round; on the worker's thread."""
+        key = key_of(work.owner.entry.header)
+        if self._parked.pop(key, None) is None:
+            return
+        self._window.returned(key, time.monotonic())
+        try:
+            self._check_fits(work)
+        except Refusal as refusal:
+            self._account(work)
+            reply = worker_pb2.Reply(refused=self._refused(refusal))
+            _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
+            return
+        work.looked_up = True  # What others have of its tokens was looked for before.
+        self._engine.scheduler.submit(work)
+
+    def _tune(self, header: worker_pb2.EntryHeader, entry: worker_pb2.TuneEntry) -> None:
+        session = self._sessions.get(header)
+        for work in [*self._engine.scheduler.works, *self._parked.values()]:
+            if work.owner.session is session:
+                self._tier.tune(work, entry)
 
     def _advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
         try:
@@ -348,12 +426,15 @@ class Worker:
 
     def _finish(self, work: Work, reply: worker_pb2.Reply) -> None:
         self._engine.scheduler.finish(work)
-        self._account(work.owner)
+        self._account(work)
         self._window.answered(key_of(work.owner.entry.header), time.monotonic())
         # Last: the thread that sends it needs the interpreter.
         _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
 
-    def _account(self, task: _Task) -> None:
+    def _account(self, work: Work) -> None:
+        """A work is over."""
+        self._tier.end(work)
+        task: _Task = work.owner
         task.session.works -= 1
         task.session.sequence.last_used = time.monotonic()
         self._queued -= 1
@@ -363,15 +444,19 @@ class Worker:
         is_dead: Callable[[_Task], bool],
         reason: "worker_pb2.RefusalReason" = worker_pb2.REFUSAL_REASON_CANCELLED,
     ) -> None:
-        for work in self._engine.scheduler.drop(lambda work: is_dead(work.owner)):
-            self._account(work.owner)
+        parked = [key for key, work in self._parked.items() if is_dead(work.owner)]
+        dropped = [self._parked.pop(key) for key in parked]
+        dropped += self._engine.scheduler.drop(lambda work: is_dead(work.owner))
+        for work in dropped:
+            self._account(work)
             refused = self._refused(Refusal(reason, "dropped before it was done"))
             reply = worker_pb2.Reply(refused=refused)
             _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
-        late = {id(w.owner) for w in self._engine.scheduler.works if w.deadline <= now}
+        works = [*self._engine.scheduler.works, *self._parked.values()]
+        late = {id(work.owner) for work in works if work.deadline <= now}
         if late:
             self._drop_work(
                 lambda task: id(task) in late, worker_pb2.REFUSAL_REASON_DEADLINE_EXCEEDED
@@ -389,6 +474,7 @@ class Worker:
         if session:
             self._drop_work(lambda task: task.session is session)
             self._forget(key_of(header))
+        self._sessions.end_epoch(header)
         return worker_pb2.Reply(closed=worker_pb2.Closed())
 
     def _forget(self, key: Key) -> None:

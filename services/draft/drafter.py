@@ -4,14 +4,26 @@ from collections.abc import Sequence as Tokens
 
 from torch import Tensor
 
-from outrider.engine.rows import Draw
+from outrider.engine.rows import Branch, Draw, Drawn
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
-from outrider.types import MAX_SPECULATIVE_TOKENS, GenerationSpec, Proposal
+from outrider.types import (
+    MAX_FAN_OUT,
+    MAX_SPECULATIVE_TOKENS,
+    GenerationSpec,
+    Outcome,
+    Proposal,
+)
 from outrider.v1 import worker_pb2
-from outrider.wire import proposal_to_proto, require, timing_to_proto
+from outrider.wire import (
+    outcome_to_proto,
+    proposal_from_proto,
+    proposal_to_proto,
+    require,
+    timing_to_proto,
+)
 from outrider.worker.sessions import Refusal
-from outrider.worker.worker import deadline_of, timing_of
+from outrider.worker.worker import Host, Next, deadline_of, timing_of
 
 PROPOSER_NAME = "draft"
 
@@ -21,11 +33,16 @@ class Drafter:
 
     Guesses are drawn as the verification mode wants them: the argmax at temperature 0, the
     noisy argmax that the target will take (`coupled`), or a sample of the truncated distribution
-    that travels with the guess (`rejection`).
+    that travels with the guess (`rejection`). Asked ahead, it guesses what the target may say next
+    and goes on from each of these outcomes, as a branch of the same work.
     """
 
-    def __init__(self, *, context_length: int) -> None:
+    def __init__(self, *, vocab_size: int, context_length: int) -> None:
+        self._vocab_size = vocab_size
         self._context_length = context_length
+
+    def attach(self, host: Host) -> None:
+        pass
 
     def begin(self, entry: worker_pb2.Entry, sequence: Sequence, spec: GenerationSpec) -> Work:
         if not entry.HasField("propose"):
@@ -40,34 +57,86 @@ class Drafter:
         )
         require(len(sequence.log) > 0, "a base needs at least one token", "base_len")
         base_len = len(sequence.log)
-        # Guess i is drawn from the row at position base_len - 1 + i, which must exist.
-        wanted = min(wanted, self._context_length - base_len + 1)
-        return Work(
-            sequence=sequence,
-            tokens=list(sequence.log.tokens),
-            num_logits=1,
-            reserve=base_len + wanted - 1,
-            deadline=deadline_of(entry.header),
-            draw=Draw(spec, base_len, steps=wanted),
-        )
+        if entry.propose.HasField("ahead"):
+            pending, branches = self._ahead(entry.propose.ahead)
+            room = self._room(base_len + len(pending) + 1)
+            if room < 1:
+                raise Refusal(
+                    worker_pb2.REFUSAL_REASON_CONTEXT_EXCEEDED,
+                    f"{len(pending)} pending tokens leave no room in a context of "
+                    f"{self._context_length}",
+                    field="ahead.pending",
+                )
+            draw = Draw(spec, base_len, min(wanted, room), branches)
+            return _work(entry, sequence, pending, draw, reserve=base_len + len(pending))
+        wanted = min(wanted, self._room(base_len))
+        draw = Draw(spec, base_len, steps=wanted)
+        return _work(entry, sequence, (), draw, reserve=base_len + wanted - 1)
 
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
         return [_proposed(work) for work, _ in ready]
 
-    def go_on(self, work: Work) -> bool:
-        return False
+    def go_on(self, work: Work) -> Next:
+        return Next.NONE
+
+    def end(self, work: Work) -> None:
+        pass
+
+    def tune(self, work: Work, entry: worker_pb2.TuneEntry) -> None:
+        raise Refusal(worker_pb2.REFUSAL_REASON_UNSUPPORTED, "a draft only proposes", field="op")
+
+    def _room(self, base_len: int) -> int:
+        """Guesses after a base: guess i is drawn from the row at base_len - 1 + i, which must be
+        in the context."""
+        return self._context_length - base_len + 1
+
+    def _ahead(self, ahead: worker_pb2.AheadOptions) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
+        pending = proposal_from_proto(ahead.pending, vocab_size=self._vocab_size)
+        require(not pending.parents, "only chains are prepared for", "ahead.pending.parents")
+        require(
+            len(ahead.fan_out) == len(pending) + 1,
+            f"{len(ahead.fan_out)} numbers for {len(pending)} pending guesses; one more is needed",
+            "ahead.fan_out",
+        )
+        total = sum(ahead.fan_out)
+        require(1 <= total <= MAX_FAN_OUT, f"{total} is not in [1, {MAX_FAN_OUT}]", "ahead.fan_out")
+        branches = tuple(
+            Branch(num_accepted, rank)
+            for num_accepted, count in enumerate(ahead.fan_out)
+            for rank in range(min(count, self._vocab_size - 1))
+        )
+        return pending.token_ids, branches
+
+
+def _work(
+    entry: worker_pb2.Entry, sequence: Sequence, pending: Tokens[int], draw: Draw, *, reserve: int
+) -> Work:
+    return Work(
+        sequence=sequence,
+        tokens=[*sequence.log.tokens, *pending],
+        num_logits=len(pending) + 1,
+        reserve=reserve,
+        deadline=deadline_of(entry.header),
+        draw=draw,
+    )
 
 
 def _proposed(work: Work) -> worker_pb2.Reply:
-    if work.drawn is None:
+    if work.draw is None or work.drawn is None:
         raise RuntimeError("the engine drew nothing")
-    proposal = Proposal(
-        token_ids=tuple(work.drawn.token_ids),
-        distributions=tuple(work.drawn.distributions),
-        proposer=PROPOSER_NAME,
-    )
-    return worker_pb2.Reply(
-        proposed=worker_pb2.Proposed(
-            proposal=proposal_to_proto(proposal), timing=timing_to_proto(timing_of(work))
-        )
+    proposed = worker_pb2.Proposed(timing=timing_to_proto(timing_of(work)))
+    if work.draw.branches:
+        for branch, drawn in zip(work.draw.branches, work.drawn.branches, strict=True):
+            proposal = _proposal(drawn.token_ids[1:], drawn)
+            outcome = Outcome(branch.num_accepted, drawn.token_ids[0], proposal)
+            proposed.outcomes.append(outcome_to_proto(outcome))
+    else:
+        proposal = _proposal(work.drawn.token_ids, work.drawn)
+        proposed.proposal.CopyFrom(proposal_to_proto(proposal))
+    return worker_pb2.Reply(proposed=proposed)
+
+
+def _proposal(token_ids: list[int], drawn: Drawn) -> Proposal:
+    return Proposal(
+        tuple(token_ids), distributions=tuple(drawn.distributions), proposer=PROPOSER_NAME
     )

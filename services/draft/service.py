@@ -7,11 +7,11 @@ from outrider.worker.service import WorkerConfig, serve_worker
 from outrider.worker.servicer import WorkerServicer
 from services.draft.drafter import Drafter
 
-CAPABILITIES = ("chain", "bulk", "greedy", "coupled", "rejection", "min_tokens")
+CAPABILITIES = ("chain", "bulk", "greedy", "coupled", "rejection", "min_tokens", "ahead")
 
 
 def _make_tier(loaded: LoadedModel, context_length: int) -> Drafter:
-    return Drafter(context_length=context_length)
+    return Drafter(vocab_size=loaded.vocab_size, context_length=context_length)
 
 
 def _add_servicer(server: Server, servicer: WorkerServicer) -> None:

@@ -6,7 +6,7 @@ from outrider.config import setting
 from outrider.errors import InvalidArgument
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
-from outrider.types import MAX_SPECULATIVE_TOKENS
+from outrider.types import MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS
 from services.orchestrator.proposers import PROPOSER_NAMES
 
 
@@ -35,6 +35,17 @@ class OrchestratorConfig(ServerConfig):
     draft_timeout_s: float = setting(
         2.0, help="seconds a proposal may take before the round goes on without"
     )
+    drafting: str = setting(
+        "direct",
+        help="who asks the drafts: the target, which saves a trip a round, or the orchestrator "
+        "(relayed), where targets cannot reach drafts",
+        choices=("direct", "relayed"),
+    )
+    fan_out: int = setting(
+        8,
+        help="outcomes of a running verification that a draft prepares for, where it has a device "
+        "of its own; 0: it is asked after each verdict",
+    )
     target_wait_s: float = setting(10.0, help="seconds to wait for a target that went away")
     start_timeout_s: float = setting(120.0, help="seconds to wait for targets at start")
     draft_start_timeout_s: float = setting(15.0, help="seconds to wait for drafts at start")
@@ -50,6 +61,8 @@ class OrchestratorConfig(ServerConfig):
                 f"{self.num_speculative_tokens} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
                 field="num_speculative_tokens",
             )
+        if not 0 <= self.fan_out <= MAX_FAN_OUT:
+            raise InvalidArgument(f"{self.fan_out} is not in [0, {MAX_FAN_OUT}]", field="fan_out")
 
     @property
     def worker_security(self) -> ChannelSecurity:

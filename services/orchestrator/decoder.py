@@ -9,22 +9,34 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.remote.session import RemoteSession, Spent
 from outrider.token_log import TokenLog
-from outrider.types import Proposal, SpeculationStats, TokenSource, Verdict
+from outrider.types import (
+    DraftPlan,
+    DraftReport,
+    Proposal,
+    SpeculationStats,
+    TokenSource,
+    Verdict,
+)
 from outrider.v1 import worker_pb2
-from outrider.wire import proposal_to_proto, verdict_from_proto
+from outrider.wire import (
+    plan_to_proto,
+    proposal_to_proto,
+    report_from_proto,
+    verdict_from_proto,
+)
 from services.orchestrator.controller import Controller, RoundOutcome
 from services.orchestrator.proposers import Proposed, Proposer
 from services.orchestrator.stopping import OutputStream, Released
 
 logger = logging.getLogger(__name__)
 
-_MAX_PLAIN_ROUNDS = 64
-"""Plain rounds that a target is asked for at once."""
+_MAX_ROUNDS = 64
+"""Rounds that a target is asked to go on with at once."""
 
 _STEPS_TO_SEND = 2
 """Turns of the event loop until a new round's entry is with gRPC: the round's, the link's."""
@@ -78,16 +90,54 @@ class _Outcome:
     verdicts: tuple[Verdict, ...]
     times: RoundTimes
     dropped: int
-    failed: bool
+    failed: int
+    """Rounds that went without a proposal because the proposer failed."""
+    buffer: tuple[bool | None, ...] = ()
+    """Of each round, whether its proposal had been prepared; None where that was not tried."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(token for verdict in self.verdicts for token in verdict.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class DirectDraft:
+    """A draft that the target may ask by itself, and how."""
+
+    address: str
+    fan_out: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One verdict, what the target spent on it, and how it came by the proposal if it asked."""
+
+    verdict: Verdict
+    spent: Spent
+    report: DraftReport | None = None
+
+    @classmethod
+    def of(cls, reply: worker_pb2.Reply) -> "_Round":
+        verified = reply.verified
+        spent = Spent.of(reply, verified.timing)
+        if not verified.HasField("draft"):
+            return cls(verdict_from_proto(verified), spent)
+        report = report_from_proto(verified.draft)
+        # What the session waited for its draft is the draft's time.
+        spent = replace(spent, worker_us=max(spent.worker_us - report.wait_us, 0))
+        return cls(verdict_from_proto(verified), spent, report)
+
+
+_NO_REPORT = DraftReport()
+
+
 @dataclass(slots=True)
 class Decoder:
-    """One generation. `find_target` is called for a target, again when the last one is lost."""
+    """One generation. `find_target` is called for a target, again when the last one is lost.
+
+    Proposals come from `proposer`; a target that can ask the `direct` draft does so instead.
+    """
 
     log: TokenLog
     output: OutputStream
@@ -98,6 +148,7 @@ class Decoder:
     deadline: float
     context_length: int
     with_logprobs: bool = False
+    direct: DirectDraft | None = None
     target: RemoteSession | None = None
     _round_ended: float = 0.0
     _untold: int = 0
@@ -131,39 +182,40 @@ class Decoder:
 
     def _length(self) -> int:
         """Guesses for the next round: not more than could be emitted before the last token."""
-        left = self.output.remaining - self._untold - 1
-        room = self.context_length - len(self.log) - 1
-        return max(min(self.controller.next_length(), left, room), 0)
+        return max(min(self.controller.next_length(), self._left - 1), 0)
 
     async def _round(self, length: int) -> "_Outcome":
         proposed, draft_us, failure = await self._propose(length)
         started = time.perf_counter()
-        verified, dropped = await self._verify(proposed.proposal)
-        verify_us = _elapsed_us(started)
-        for verdict, _ in verified:
-            self.log.append(verdict.token_ids)
+        rounds, dropped = await self._verify(proposed.proposal)
+        reports = [round_.report or _NO_REPORT for round_ in rounds]
+        waited_us = sum(report.wait_us for report in reports)
+        verify_us = max(_elapsed_us(started) - waited_us, 0)
+        for round_, report in zip(rounds, reports, strict=True):
+            self.log.append(round_.verdict.token_ids)
             self.controller.observe(
                 RoundOutcome(
-                    verdict.num_proposed,
-                    verdict.num_accepted,
-                    draft_us / 1e6,
-                    verify_us / 1e6 / len(verified),
+                    round_.verdict.num_proposed,
+                    round_.verdict.num_accepted,
+                    (draft_us + report.wait_us) / 1e6,
+                    verify_us / 1e6 / len(rounds),
                 )
             )
         times = RoundTimes(
             rounds_us=_elapsed_us(self._round_ended),
-            draft_us=draft_us,
+            draft_us=draft_us + waited_us,
             verify_us=verify_us,
-            draft_compute_us=proposed.spent.compute_us,
-            verify_compute_us=sum(spent.compute_us for _, spent in verified),
-            draft_worker_us=proposed.spent.worker_us,
-            verify_worker_us=sum(spent.worker_us for _, spent in verified),
+            draft_compute_us=proposed.spent.compute_us + sum(r.compute_us for r in reports),
+            verify_compute_us=sum(round_.spent.compute_us for round_ in rounds),
+            draft_worker_us=proposed.spent.worker_us + sum(_exposed_us(r) for r in reports),
+            verify_worker_us=sum(round_.spent.worker_us for round_ in rounds),
         )
         self._round_ended = time.perf_counter()
         # A proposal that did not come in time still comes, and is dropped then.
-        dropped += isinstance(failure, DeadlineExceeded)
-        verdicts = tuple(verdict for verdict, _ in verified)
-        return _Outcome(verdicts, times, dropped, failed=failure is not None)
+        dropped += isinstance(failure, DeadlineExceeded) + sum(r.dropped for r in reports)
+        failed = int(failure is not None) + sum(report.failed for report in reports)
+        verdicts = tuple(round_.verdict for round_ in rounds)
+        return _Outcome(verdicts, times, dropped, failed, tuple(r.hit for r in reports))
 
     def _piece(self, outcome: "_Outcome") -> Piece:
         before = self.output.num_taken
@@ -173,27 +225,42 @@ class Decoder:
             [source for verdict in verdicts for source in verdict.sources],
             [p for verdict in verdicts for p in verdict.logprobs] if self.with_logprobs else None,
         )
-        dropped = SpeculationStats(
-            dropped_proposals=outcome.dropped, fallback_rounds=int(outcome.failed)
+        counted = SpeculationStats(
+            dropped_proposals=outcome.dropped,
+            fallback_rounds=outcome.failed,
+            buffer_hits=outcome.buffer.count(True),
+            buffer_misses=outcome.buffer.count(False),
         )
         # Rounds that a target went on with behind the end have told nothing.
         ends = itertools.accumulate(len(verdict.token_ids) for verdict in verdicts)
         starts = [0, *ends][:-1]
         taken = self.output.num_taken - before
         told = [v for v, start in zip(verdicts, starts, strict=True) if start < taken]
-        return Piece(released, sum(map(round_stats, told), dropped), outcome.times)
+        return Piece(released, sum(map(round_stats, told), counted), outcome.times)
 
-    def _more_rounds(self, num_guesses: int) -> int:
-        """Plain rounds that the target is to go on with by itself after this one."""
-        if self.target is None or not self.target.offers("more_rounds"):
-            return 0
-        left = self.output.remaining - self._untold - num_guesses - 1
-        return max(min(self.controller.plain_rounds(), left, _MAX_PLAIN_ROUNDS), 0)
+    @property
+    def _left(self) -> int:
+        """Tokens that may still be added to the log."""
+        room = self.context_length - len(self.log)
+        return min(self.output.remaining - self._untold, room)
+
+    def _more_rounds(self, target: RemoteSession, num_guesses: int) -> int:
+        """Rounds that the target is to go on with by itself after this one."""
+        rounds = 0
+        if self._asks(target):
+            rounds = _MAX_ROUNDS
+        elif target.offers("more_rounds"):
+            rounds = self.controller.plain_rounds()
+        return max(min(rounds, self._left - num_guesses - 1, _MAX_ROUNDS), 0)
+
+    def _asks(self, target: RemoteSession | None) -> bool:
+        """Whether the target asks the draft by itself."""
+        return self.direct is not None and target is not None and target.offers("drafts")
 
     async def _propose(self, length: int) -> tuple[Proposed, int, OutriderError | None]:
         """A proposal, how long it took, and why there is none if the proposer failed."""
         nothing = Proposed(Proposal())
-        if length == 0 or self.proposer is None:
+        if length == 0 or self.proposer is None or self._asks(self.target):
             return nothing, 0, None
         started = time.perf_counter()
         try:
@@ -205,8 +272,8 @@ class Decoder:
             return nothing, _elapsed_us(started), error
         return proposed, _elapsed_us(started), None
 
-    async def _verify(self, proposal: Proposal) -> tuple[list[tuple[Verdict, Spent]], int]:
-        """The verdict and the target's time, further ones if it went on by itself, and how many
+    async def _verify(self, proposal: Proposal) -> tuple[list[_Round], int]:
+        """The round that this makes, further ones if the target went on by itself, and how many
         proposals were dropped.
 
         A proposal that the target finds malformed is dropped, a target that goes away is
@@ -228,23 +295,36 @@ class Decoder:
                 proposal = Proposal()
                 dropped += 1
 
-    async def _verify_once(self, proposal: Proposal) -> list[tuple[Verdict, Spent]]:
+    async def _verify_once(self, proposal: Proposal) -> list[_Round]:
+        target = self.target = self.target or self.find_target()
+
         def set_op(entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
             entry.verify.delta.CopyFrom(delta)
             entry.verify.proposal.CopyFrom(proposal_to_proto(proposal))
-            entry.verify.more_rounds = self._more_rounds(len(proposal))
+            entry.verify.more_rounds = self._more_rounds(target, len(proposal))
+            if self.direct and self._asks(target):
+                entry.verify.draft.CopyFrom(plan_to_proto(self._plan(self.direct)))
 
-        if self.target is None:
-            self.target = self.find_target()
         replies = []
-        if self.target.has_more and not proposal:
-            replies = await self.target.next_replies(self.deadline)
+        if target.has_more and not proposal:
+            replies = await target.next_replies(self.deadline)
         if not replies:
-            replies = [await self.target.call(set_op, self.deadline)]
-        return [
-            (verdict_from_proto(reply.verified), Spent.of(reply, reply.verified.timing))
-            for reply in replies
-        ]
+            replies = [await target.call(set_op, self.deadline)]
+        return [_Round.of(reply) for reply in replies]
+
+    def _plan(self, draft: DirectDraft) -> DraftPlan:
+        return DraftPlan(
+            address=draft.address,
+            num_speculative_tokens=self.controller.next_length(),
+            fan_out=draft.fan_out,
+            timeout_s=draft.timeout_s,
+            end_len=len(self.log) + self._left,
+        )
+
+
+def _exposed_us(report: DraftReport) -> int:
+    """Of the time in the draft, what the session waited for."""
+    return min(report.worker_us, report.wait_us)
 
 
 def round_stats(verdict: Verdict) -> SpeculationStats:

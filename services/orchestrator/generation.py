@@ -18,7 +18,7 @@ from outrider.remote.link import WorkerLink
 from outrider.remote.session import RemoteSession, Routing
 from outrider.token_log import TokenLog
 from outrider.types import Fence, FinishReason, GenerationSpec, SpeculationStats
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, worker_pb2
 from outrider.wire import (
     logprobs_to_proto,
     reason_to_proto,
@@ -26,7 +26,7 @@ from outrider.wire import (
     stats_to_proto,
 )
 from services.orchestrator.controller import FixedLength
-from services.orchestrator.decoder import Decoder, Piece, RoundTimes
+from services.orchestrator.decoder import Decoder, DirectDraft, Piece, RoundTimes
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.proposers import NGRAM, DraftModel, NgramLookup, Proposer
 from services.orchestrator.requests import GenerationPlan
@@ -36,6 +36,9 @@ from services.orchestrator.store_commit import CommitQueue
 from services.orchestrator.store_values import GenerationRecord
 
 logger = logging.getLogger(__name__)
+
+DIRECT, RELAYED = "direct", "relayed"
+"""Who asks a draft: the target, or the orchestrator between two verifications."""
 
 _MAX_PIECES_AHEAD = 64
 """Rounds that decoding may be ahead of a client that reads slowly."""
@@ -51,6 +54,8 @@ class Surroundings:
     store_retry_s: float
     draft_timeout_s: float
     target_wait_s: float
+    drafting: str
+    fan_out: int
 
 
 class Generation:
@@ -82,6 +87,7 @@ class Generation:
         self._remotes: list[RemoteSession] = []
         self._numbers = itertools.count(1)
         self._output = OutputStream(model.tokenizer, plan.rules, prompt_len=plan.prompt_len)
+        self._direct: DirectDraft | None = None
         self._proposer = self._make_proposer()
         self._decoder = Decoder(
             log=log,
@@ -93,6 +99,7 @@ class Generation:
             deadline=deadline,
             context_length=model.context_length,
             with_logprobs=plan.logprobs is not None,
+            direct=self._direct,
         )
         self._commits: CommitQueue | None = None
         self._finished: FinishReason | None = None
@@ -145,7 +152,8 @@ class Generation:
             if self._finished is None:
                 remote.cancel()
             if self._finished is None or not self._plan.keep:
-                remote.close()
+                is_draft = remote.link.tier == "draft"
+                remote.close(opened_by_others=is_draft and self._direct is not None)
             remote.link.active -= 1
         if self._commits:
             await self._commits.close()
@@ -234,11 +242,24 @@ class Generation:
         vocab_size = link.info.vocab_size
         fitting = tuple(i for i in plan.spec.stop_ids if i < vocab_size)
         remote = self._remote(link, replace(plan.spec, stop_ids=fitting, logprobs=None))
+        if self._around.drafting == DIRECT:
+            fan_out = self._fan_out(link.info)
+            self._direct = DirectDraft(link.address, fan_out, self._around.draft_timeout_s)
         return DraftModel(
             remote,
             vocab_size=self._model.vocab_size,
             timeout_s=self._around.draft_timeout_s,
         )
+
+    def _fan_out(self, draft: worker_pb2.InfoResponse) -> int:
+        """Outcomes to prepare for: none where drafting takes the target's device from it."""
+        if "ahead" not in draft.capabilities:
+            return 0
+        if self._plan.fan_out is not None:
+            return self._plan.fan_out
+        if draft.device_id == self._model.info.device_id:
+            return 0
+        return self._around.fan_out
 
     def _find_target(self) -> RemoteSession:
         link = self._around.registry.pick_target(self._model, self._plan.session_id)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from outrider.errors import InvalidArgument, Unsupported
 from outrider.types import (
+    MAX_FAN_OUT,
     MAX_LOGPROBS,
     MAX_SPECULATIVE_TOKENS,
     GenerationSpec,
@@ -42,6 +43,8 @@ class GenerationPlan:
     rules: StopRules
     num_speculative_tokens: int
     proposer: str
+    fan_out: int | None
+    """None: where it pays, as many as the server's default."""
     logprobs: int | None
 
     @property
@@ -127,6 +130,7 @@ def plan_generation(
         rules=_stop_rules(request.stop, model, prompt_len),
         num_speculative_tokens=length,
         proposer=proposer,
+        fan_out=options.fan_out if options.HasField("fan_out") else None,
         logprobs=logprobs,
     )
 
@@ -200,6 +204,11 @@ def _speculation(options: generation_pb2.SpeculationOptions, defaults: Defaults)
         length <= MAX_SPECULATIVE_TOKENS,
         f"{length} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
         "speculation.num_speculative_tokens",
+    )
+    require(
+        options.fan_out <= MAX_FAN_OUT,
+        f"{options.fan_out} is not in [0, {MAX_FAN_OUT}]",
+        "speculation.fan_out",
     )
     proposer = options.proposer or defaults.proposer
     require(

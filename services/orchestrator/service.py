@@ -196,6 +196,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 store_retry_s=self._config.store_retry_s,
                 draft_timeout_s=self._config.draft_timeout_s,
                 target_wait_s=self._config.target_wait_s,
+                drafting=self._config.drafting,
+                fan_out=self._config.fan_out,
             ),
             arrived=arrived,
             deadline=arrived + self._time_left(context),

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from outrider.config import setting
 from outrider.engine.loaded_model import LoadedModel
+from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import Server, run_service
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.worker.service import WorkerConfig, serve_worker
 from outrider.worker.servicer import Context, WorkerServicer, chunks
+from services.target.drafts import DraftPool
 from services.target.verifier import Verifier
 
 CAPABILITIES = ("chain", "bulk", "greedy", "coupled", "rejection", "logprobs", "min_tokens")
@@ -24,10 +26,6 @@ class TargetServicer(WorkerServicer):
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
         for data in chunks(self.loaded.tokenizer.to_json()):
             yield target_pb2.GetTokenizerResponse(data=data)
-
-
-def _make_tier(loaded: LoadedModel, context_length: int) -> Verifier:
-    return Verifier(vocab_size=loaded.vocab_size, context_length=context_length)
 
 
 def _add_servicer(server: Server, servicer: WorkerServicer) -> None:
@@ -46,25 +44,53 @@ class TargetConfig(WorkerConfig):
         "would compete with those who tell the client of them",
         choices=("auto", "on", "off"),
     )
+    ask_drafts: bool = setting(True, help="ask drafts by itself when an orchestrator plans so")
+    draft_ca: str = setting("", help="PEM CA of the drafts' certificates; switches TLS on")
+    draft_cert: str = setting("", help="PEM client certificate for the drafts (mTLS)")
+    draft_key: str = setting("", help="PEM key of that certificate")
+    draft_token_file: str = setting("", help="file with the bearer token for the drafts")
+
+    @property
+    def draft_security(self) -> ChannelSecurity:
+        return ChannelSecurity(
+            ca_file=self.draft_ca,
+            cert_file=self.draft_cert,
+            key_file=self.draft_key,
+            token_file=self.draft_token_file,
+        )
 
 
 def _capabilities(config: TargetConfig, loaded: LoadedModel) -> tuple[str, ...]:
     offered = config.more_rounds == "on" or (
         config.more_rounds == "auto" and loaded.device.type == "cuda"
     )
-    return (*CAPABILITIES, "more_rounds") if offered else CAPABILITIES
+    optional = {"more_rounds": offered, "drafts": config.ask_drafts}
+    return (*CAPABILITIES, *(name for name, on in optional.items() if on))
 
 
 async def serve(config: TargetConfig) -> None:
-    await serve_worker(
-        config,
-        tier_name="target",
-        service_name=target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
-        make_tier=_make_tier,
-        make_servicer=TargetServicer,
-        add_servicer=_add_servicer,
-        capabilities=lambda loaded: _capabilities(config, loaded),
-    )
+    drafts = DraftPool(config.draft_security) if config.ask_drafts else None
+    try:
+        await serve_worker(
+            config,
+            tier_name="target",
+            service_name=target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
+            make_tier=lambda loaded, context_length: _make_tier(loaded, context_length, drafts),
+            make_servicer=TargetServicer,
+            add_servicer=_add_servicer,
+            capabilities=lambda loaded: _capabilities(config, loaded),
+        )
+    finally:
+        if drafts is not None:
+            await drafts.close()
+
+
+def _make_tier(
+    loaded: LoadedModel, context_length: int, drafts: DraftPool | None = None
+) -> Verifier:
+    if drafts is not None:
+        drafts.serve(tokenizer=loaded.tokenizer.fingerprint, vocab_size=loaded.vocab_size)
+    return Verifier(vocab_size=loaded.vocab_size, context_length=context_length, drafts=drafts)
 
 
 def main() -> None:

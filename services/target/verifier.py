@@ -1,7 +1,7 @@
 """The target's tier: one pass over a proposal, then the decision."""
 
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,18 +10,26 @@ from outrider.engine.drawing import log_probs_of, masked, must_go_on
 from outrider.engine.rows import Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
-from outrider.errors import Unsupported
+from outrider.errors import InvalidArgument, Unsupported
 from outrider.sampling import (
     Chain,
     position_logprobs,
     verify_blocks,
     verify_tokens,
 )
-from outrider.types import GenerationSpec, Proposal, Verdict
+from outrider.types import DraftReport, GenerationSpec, Proposal, Verdict
 from outrider.v1 import worker_pb2
-from outrider.wire import proposal_from_proto, require, verified_to_proto
+from outrider.wire import (
+    check_lengths,
+    plan_from_proto,
+    proposal_from_proto,
+    require,
+    verified_to_proto,
+)
 from outrider.worker.sessions import Refusal
-from outrider.worker.worker import deadline_of, timing_of
+from outrider.worker.worker import Host, Next, deadline_of, timing_of
+from services.target.drafts import DraftPool
+from services.target.speculation import Chosen, Speculation
 
 MAX_MORE_ROUNDS = 1024
 
@@ -35,6 +43,8 @@ class _Verification:
     proposal: Proposal
     more_rounds: int = 0
     verdict: Verdict | None = None
+    speculation: Speculation | None = None
+    report: DraftReport | None = None
 
     @property
     def positions(self) -> range:
@@ -44,9 +54,19 @@ class _Verification:
 class Verifier:
     """A `Tier` (outrider.worker.worker) that verifies proposals."""
 
-    def __init__(self, *, vocab_size: int, context_length: int) -> None:
+    def __init__(
+        self, *, vocab_size: int, context_length: int, drafts: DraftPool | None = None
+    ) -> None:
+        """`drafts` are those that it may ask by itself."""
         self._vocab_size = vocab_size
         self._context_length = context_length
+        self._drafts = drafts
+        self._host: Host | None = None
+
+    def attach(self, host: Host) -> None:
+        self._host = host
+        if self._drafts is not None:
+            self._drafts.attach(host)
 
     def begin(self, entry: worker_pb2.Entry, sequence: Sequence, spec: GenerationSpec) -> Work:
         if not entry.HasField("verify"):
@@ -65,7 +85,7 @@ class Verifier:
             "more_rounds",
         )
         proposal = proposal.cut(self._context_length - base_len - 1)
-        return Work(
+        work = Work(
             sequence=sequence,
             tokens=[*sequence.log.tokens, *proposal.token_ids],
             num_logits=len(proposal) + 1,
@@ -75,6 +95,22 @@ class Verifier:
             ahead=_ahead(spec, more_rounds),
             context=_Verification(spec, base_len, proposal, more_rounds),
         )
+        if entry.verify.HasField("draft"):
+            self._speculate(work, entry)
+        return work
+
+    def _speculate(self, work: Work, entry: worker_pb2.Entry) -> None:
+        """Let the work go on with proposals of a draft."""
+        if self._drafts is None:
+            raise Unsupported("this target asks no drafts", field="draft")
+        plan = plan_from_proto(entry.verify.draft)
+        plan = replace(plan, end_len=min(plan.end_len, self._context_length))
+        round_: _Verification = work.context
+        session = self._drafts.session(entry.header, round_.spec, plan.address)
+        speculation = Speculation(plan, session, lambda chosen: self._resume(work, chosen))
+        round_.speculation = speculation
+        work.ahead = 0 if speculation.speculates else work.ahead
+        speculation.starts(work.sequence.log, round_.proposal)
 
     @torch.inference_mode()
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
@@ -88,28 +124,66 @@ class Verifier:
         for work, logits in ready:
             work.context.verdict = _with_logprobs(verdicts[id(work)], work.context, logits)
         return [
-            worker_pb2.Reply(verified=verified_to_proto(work.context.verdict, timing_of(work)))
+            worker_pb2.Reply(
+                verified=verified_to_proto(
+                    work.context.verdict, timing_of(work), work.context.report
+                )
+            )
             for work, _ in ready
         ]
 
-    def go_on(self, work: Work) -> bool:
-        """The next plain round stands on the tokens of this one's verdict."""
+    def go_on(self, work: Work) -> Next:
+        """The next round stands on the tokens of this one's verdict."""
         done: _Verification = work.context
         if not done.more_rounds or done.verdict is None:
-            return False
+            return Next.NONE
         tokens, log = done.verdict.token_ids, work.sequence.log
         log.append(tokens)
-        base_len = len(log)
-        if _holds_stop(done, tokens) or base_len >= self._context_length:
-            return False
-        work.tokens[done.base_len :] = tokens
-        work.computed = base_len - 1
-        del work.sequence.cached[work.computed :]  # KV of rejected guesses.
-        work.num_logits, work.reserve = 1, base_len
-        work.draw, work.drawn = _draw_of(done.spec, base_len), None
-        work.ahead = _ahead(done.spec, done.more_rounds - 1)
-        work.context = _Verification(done.spec, base_len, Proposal(), done.more_rounds - 1)
-        return True
+        if _holds_stop(done, tokens) or len(log) >= self._context_length:
+            return Next.NONE
+        speculation = done.speculation
+        if speculation is None:
+            _next_round(work, Proposal(), None)
+            return Next.NOW
+        if len(log) >= speculation.plan.end_len:
+            return Next.NONE
+        chosen = speculation.choose(log, done.verdict)
+        if chosen is None:
+            return Next.LATER
+        _next_round(work, chosen.proposal, chosen.report)
+        return Next.NOW
+
+    def end(self, work: Work) -> None:
+        if work.context.speculation is not None:
+            work.context.speculation.end()
+
+    def tune(self, work: Work, entry: worker_pb2.TuneEntry) -> None:
+        check_lengths(entry)
+        if work.context.speculation is None:
+            raise InvalidArgument("the work has no plan to be tuned", field="op")
+        work.context.speculation.tune(entry.num_speculative_tokens, entry.fan_out)
+
+    def _resume(self, work: Work, chosen: Chosen) -> None:
+        if self._host is not None:
+            _next_round(work, chosen.proposal, chosen.report)
+            self._host.resume(work)
+
+
+def _next_round(work: Work, proposal: Proposal, report: DraftReport | None) -> None:
+    """Make a work whose verdict is in its log verify a proposal after it."""
+    done: _Verification = work.context
+    base_len = len(work.sequence.log)
+    work.tokens[done.base_len :] = [*work.sequence.log.tokens[done.base_len :], *proposal.token_ids]
+    work.computed = base_len - 1
+    del work.sequence.cached[work.computed :]  # KV of rejected guesses.
+    work.num_logits, work.reserve = len(proposal) + 1, base_len + len(proposal)
+    work.draw, work.drawn = _draw_of(done.spec, base_len), None
+    speculation, more_rounds = done.speculation, done.more_rounds - 1
+    plain = speculation is None or not speculation.speculates
+    work.ahead = _ahead(done.spec, more_rounds) if plain else 0
+    work.context = _Verification(
+        done.spec, base_len, proposal, more_rounds, speculation=speculation, report=report
+    )
 
 
 def _holds_stop(done: _Verification, tokens: Tokens[int]) -> bool:

@@ -118,9 +118,14 @@ async def test_counts_are_those_of_the_plan(guessing: Guessing, k: int) -> None:
 
 
 def check_rounds(chunks: Sequence[GenerationChunk], rounds: Sequence[SpeculationStats]) -> None:
-    """A chunk a round, with the round's own counts and the sources of its tokens."""
-    assert [chunk.speculation for chunk in chunks] == list(rounds)
-    assert [list(chunk.sources) for chunk in chunks] == [sources_of(stats) for stats in rounds]
+    """Each chunk tells of the next rounds, mostly one: their counts, and their tokens' sources."""
+    left = list(rounds)
+    for chunk in chunks:
+        count = chunk.speculation.rounds
+        told, left = left[:count], left[count:]
+        assert chunk.speculation == sum(told, SpeculationStats())
+        assert list(chunk.sources) == [source for stats in told for source in sources_of(stats)]
+    assert not left
 
 
 async def test_tokens_cut_off_at_the_end_are_not_emitted_but_were_verified(

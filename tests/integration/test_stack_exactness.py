@@ -70,6 +70,23 @@ async def test_a_draft_model_changes_no_token(stack: Rig, sampling: dict[str, An
         assert ids([collect(chunks) for chunks in streams]) == expected, f"k={k}"
 
 
+@pytest.mark.parametrize("fan_out", [1, 8, 40])
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+async def test_proposals_prepared_ahead_change_no_token(
+    stack: Rig, sampling: dict[str, Any], fan_out: int
+) -> None:
+    options = {"max_tokens": 36, "seeds": True, "proposer": "draft", **sampling}
+    plain = await stack.complete_all(PROMPTS, num_speculative_tokens=0, **options)
+    for k in (1, 4, 8):
+        streams = await stack.streams(PROMPTS, num_speculative_tokens=k, fan_out=fan_out, **options)
+        check_counts("draft", streams, k)
+        done = [collect(chunks) for chunks in streams]
+        stats = total(done)
+        print(f"fan-out {fan_out}: {stats.buffer_hits} hits, {stats.buffer_misses} misses")
+        assert stats.buffer_hits >= 12 and stats.buffer_misses >= (12 if fan_out == 1 else 1)
+        assert ids(done) == ids(plain), f"k={k}"
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 async def test_ngram_lookup_changes_no_token(looping: Rig, sampling: dict[str, Any]) -> None:
     options = {"max_tokens": 64, "seeds": True, "proposer": "ngram", **sampling}

@@ -152,7 +152,9 @@ def serving(
         "target": lambda: Verifier(
             vocab_size=loaded.vocab_size, context_length=limits["context_length"]
         ),
-        "draft": lambda: Drafter(context_length=limits["context_length"]),
+        "draft": lambda: Drafter(
+            vocab_size=loaded.vocab_size, context_length=limits["context_length"]
+        ),
     }
     runner = make_runner(loaded, limits["num_blocks"], block_tokens)
     worker = Worker(runner, make[tier](), WorkerLimits(**limits), vocab_size=loaded.vocab_size)

@@ -1,0 +1,254 @@
+"""The drafts that a target asks by itself: links to them, and the sessions driven there.
+
+Rounds run on the worker's thread, links on the event loop. A `DraftSession` stands between them:
+`ask` is called on the worker's thread, its answer comes back there.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.errors import (
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    OutriderError,
+    Unsupported,
+)
+from outrider.remote.link import WorkerLink
+from outrider.remote.session import NOTHING_SPENT, RemoteSession, Routing, Spent
+from outrider.rpc.channel import ChannelSecurity
+from outrider.token_log import TokenLog
+from outrider.types import EMPTY_PREFIX_HASH, Fence, GenerationSpec, Outcome, Proposal
+from outrider.v1 import worker_pb2
+from outrider.wire import outcomes_from_proto, proposal_from_proto
+from outrider.worker.sessions import Key, key_of
+from outrider.worker.worker import Host
+
+logger = logging.getLogger(__name__)
+
+_NO_PROPOSAL = Proposal()
+_MAX_LINKS = 64
+_MAX_SESSIONS = 4096
+_RETRY_AFTER_S = 1.0
+"""A draft that has failed is left alone for so long, unless its link comes back."""
+_NUMBERS_AN_ENTRY = 1 << 20
+"""Numbers of entries that a verification's entry may use on the draft: those after its own number
+times this. So numbers grow there too when a session moves from one target to another."""
+
+Owner = tuple[int, int, str]
+"""Epoch and nonce of a session's owner, and the draft's address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is wanted of a draft for a base: the proposal after it, or with `fan_out` the proposals
+    after the outcomes of verifying `pending` on it (as in AheadOptions of worker.proto)."""
+
+    num_tokens: int
+    pending: tuple[int, ...] = ()
+    fan_out: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of it: `error` says why nothing did."""
+
+    proposal: Proposal = _NO_PROPOSAL
+    outcomes: tuple[Outcome, ...] = ()
+    spent: Spent = NOTHING_SPENT
+    error: OutriderError | None = None
+
+
+OnAnswer = Callable[[Answer], None]
+
+
+class DraftSession:
+    """A session on a draft. One ask at a time: a new one cancels the last."""
+
+    def __init__(
+        self, pool: "DraftPool", header: worker_pb2.EntryHeader, spec: GenerationSpec, address: str
+    ) -> None:
+        self._pool = pool
+        self._header = header
+        self._spec = spec
+        self._address = address
+        self._given = (0, EMPTY_PREFIX_HASH)
+        """Length and hash of what `_log` has been given; the worker's thread alone knows."""
+        self._log = TokenLog()
+        """The base as the event loop knows it."""
+        self._link: WorkerLink | None = None
+        self._remote: RemoteSession | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._not_before = 0.0
+        self._heals = False
+        """The last failure was the link's: it is over once the link is up."""
+        self._unfit = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether asking is of any use now."""
+        if self._unfit:
+            return False
+        healed = self._heals and self._link is not None and self._link.up
+        return healed or time.monotonic() >= self._not_before
+
+    def ask(self, log: TokenLog, ask: Ask, timeout_s: float, on_answer: OnAnswer) -> None:
+        """From the worker's thread; `on_answer` is called there, unless cancelled before."""
+        start = self._given[0] if log.matches(*self._given) else 0
+        self._given = len(log), log.prefix_hash(len(log))
+        token_ids = log.tokens[start:]
+        self._pool.on_loop(lambda: self._start(start, token_ids, ask, timeout_s, on_answer))
+
+    def cancel(self) -> None:
+        """From the worker's thread: what was asked is not wanted any more."""
+        self._pool.on_loop(self._stop)
+
+    # --- on the event loop --------------------------------------------------------------------
+
+    def _start(
+        self, start: int, token_ids: list[int], ask: Ask, timeout_s: float, on_answer: OnAnswer
+    ) -> None:
+        self._stop()
+        self._log.cut(start)
+        self._log.append(token_ids)
+        self._asking = asyncio.create_task(self._run(ask, timeout_s, on_answer))
+
+    def _stop(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()  # Which cancels the entry on the draft.
+
+    async def _run(self, ask: Ask, timeout_s: float, on_answer: OnAnswer) -> None:
+        try:
+            answer = await self._answer(ask, time.monotonic() + timeout_s)
+        except OutriderError as error:
+            self._note(error)
+            answer = Answer(error=error)
+        except Exception as error:
+            logger.exception("asking a draft failed")
+            self._unfit = True
+            answer = Answer(error=InternalError(f"asking failed: {type(error).__name__}"))
+        self._pool.on_worker(lambda: on_answer(answer))
+
+    async def _answer(self, ask: Ask, deadline: float) -> Answer:
+        def set_op(entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
+            entry.propose.delta.CopyFrom(delta)
+            entry.propose.num_speculative_tokens = ask.num_tokens
+            if ask.fan_out:
+                entry.propose.ahead.pending.token_ids.extend(ask.pending)
+                entry.propose.ahead.fan_out.extend(ask.fan_out)
+
+        remote = self._remote or await self._connect(deadline)
+        reply = await remote.call(set_op, deadline)
+        if not reply.HasField("proposed"):
+            raise Unsupported("the draft's reply holds no proposal")
+        proposed, size = reply.proposed, self._pool.vocab_size
+        outcomes = outcomes_from_proto(proposed.outcomes, vocab_size=size)
+        return Answer(
+            _chain(proposal_from_proto(proposed.proposal, vocab_size=size), ask.num_tokens),
+            tuple(
+                dataclasses.replace(outcome, proposal=_chain(outcome.proposal, ask.num_tokens))
+                for outcome in outcomes
+            ),
+            Spent.of(reply, proposed.timing),
+        )
+
+    async def _connect(self, deadline: float) -> RemoteSession:
+        link = self._link = self._pool.link(self._address)
+        await link.wait_up(max(deadline - time.monotonic(), 0.0))
+        info = link.info
+        if info is None or info.tokenizer_fingerprint != self._pool.tokenizer:
+            raise Unsupported("draft and target must share a tokenizer")
+        header = self._header
+        # A draft's vocabulary may end before the target's padding does.
+        fitting = tuple(i for i in self._spec.stop_ids if i < info.vocab_size)
+        self._remote = RemoteSession(
+            link,
+            Fence(header.session_id, header.epoch, header.owner_nonce, header.completion),
+            dataclasses.replace(self._spec, stop_ids=fitting, logprobs=None),
+            Routing(header.request_id, header.tenant, model="", traceparent=header.traceparent),
+            self._log,
+            itertools.count(header.number * _NUMBERS_AN_ENTRY),
+        )
+        return self._remote
+
+    def _note(self, error: OutriderError) -> None:
+        """Whether, and when, to ask again."""
+        logger.debug("decoding plainly: %s", error)
+        # One that cannot serve this session never will: its context is full, say.
+        self._unfit = isinstance(error, FailedPrecondition | InvalidArgument | Unsupported)
+        self._heals = self._link is not None and not self._link.up
+        self._not_before = time.monotonic() + _RETRY_AFTER_S
+
+
+def _chain(proposal: Proposal, length: int) -> Proposal:
+    """At most `length` guesses: a draft that guesses on unasked would fill the target's passes."""
+    if proposal.parents:
+        raise Unsupported("this target verifies chains only", field="proposal.parents")
+    return proposal.cut(length)
+
+
+class DraftPool:
+    """Links to drafts by address, and sessions on them. Make it on the event loop; `session` is
+    called on the worker's thread."""
+
+    def __init__(self, security: ChannelSecurity) -> None:
+        self.tokenizer = ""
+        self.vocab_size = 0
+        self._security = security
+        self._loop = asyncio.get_running_loop()
+        self._host: Host | None = None
+        self._links: OrderedDict[str, WorkerLink] = OrderedDict()
+        self._sessions: OrderedDict[Key, tuple[Owner, DraftSession]] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def serve(self, *, tokenizer: str, vocab_size: int) -> None:
+        """What drafts must fit: the target's tokenizer (fingerprint) and vocabulary."""
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+
+    def attach(self, host: Host) -> None:
+        """Whose thread asks."""
+        self._host = host
+
+    def session(
+        self, header: worker_pb2.EntryHeader, spec: GenerationSpec, address: str
+    ) -> DraftSession:
+        """The session that an entry names, on the draft at an address."""
+        key, owner = key_of(header), (header.epoch, header.owner_nonce, address)
+        known, session = self._sessions.get(key, (None, None))
+        if session is None or known != owner:
+            session = DraftSession(self, header, spec, address)
+        self._sessions[key] = owner, session
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return session
+
+    def on_loop(self, action: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the target ends.
+            self._loop.call_soon_threadsafe(action)
+
+    def on_worker(self, action: Callable[[], None]) -> None:
+        if self._host is not None:
+            self._host.post(action)
+
+    def link(self, address: str) -> WorkerLink:
+        """The link to an address; the one used least recently goes when there are too many."""
+        if address not in self._links:
+            self._links[address] = WorkerLink(address, "draft", self._security)
+            self._links[address].start()
+        self._links.move_to_end(address)
+        if len(self._links) > _MAX_LINKS:
+            _, unused = self._links.popitem(last=False)
+            self._closing.add(asyncio.create_task(unused.close()))
+        return self._links[address]
+
+    async def close(self) -> None:
+        """Hang up."""
+        await asyncio.gather(*self._closing, *(link.close() for link in self._links.values()))

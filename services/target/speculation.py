@@ -1,0 +1,143 @@
+"""Rounds that a target goes on with by itself: where each one's proposal comes from.
+
+Without fan-out a draft is asked after each verdict, and the session waits for the answer. With it
+the draft prepares, while a block is being verified, the next proposal for the likeliest outcomes
+(the outcome buffer); the verdict selects one at once, and where none fits the round is a plain one.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from outrider.errors import DeadlineExceeded
+from outrider.token_log import TokenLog
+from outrider.types import DraftPlan, DraftReport, Proposal, Verdict
+from services.target.drafts import Answer, Ask, DraftSession
+from services.target.fan_out import FanOut
+
+_NOTHING = Proposal()
+_NOTHING_TO_REPORT = DraftReport()
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The proposal of a round (none: it is a plain one), and how it was come by."""
+
+    proposal: Proposal = _NOTHING
+    report: DraftReport = _NOTHING_TO_REPORT
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the draft has been asked for, and what it said."""
+
+    ahead: bool
+    answer: Answer | None = None
+
+
+@dataclass(slots=True)
+class Speculation:
+    """The speculation of one entry; the worker's thread owns it.
+
+    `resume` is called with what was chosen, for a round that `choose` had to leave open.
+    """
+
+    plan: DraftPlan
+    draft: DraftSession
+    resume: Callable[[Chosen], None]
+    _asked: _Asked | None = None
+    _open: Verdict | None = None
+    """The verdict whose round waits for the draft."""
+    _log: TokenLog = field(default_factory=TokenLog)
+    _waiting_since: float = 0.0
+    _fan_out: FanOut = field(default_factory=FanOut)
+
+    @property
+    def speculates(self) -> bool:
+        return self.plan.num_speculative_tokens > 0
+
+    def tune(self, num_speculative_tokens: int, fan_out: int) -> None:
+        """Change the plan from the next round on."""
+        self.plan = replace(
+            self.plan, num_speculative_tokens=num_speculative_tokens, fan_out=fan_out
+        )
+
+    def starts(self, log: TokenLog, pending: Proposal) -> None:
+        """A pass over `pending` on `log` is about to start, which `choose` has no part in."""
+        self._prepare(log, pending)
+
+    def choose(self, log: TokenLog, verdict: Verdict) -> Chosen | None:
+        """The proposal after a verdict, already part of `log`; None: `resume` will tell."""
+        asked, self._asked = self._asked, None
+        self._log = log
+        if self._length(len(log)) == 0:
+            if asked is not None:
+                self.draft.cancel()
+            return Chosen()
+        if not self.draft.usable:
+            return Chosen(report=DraftReport(failed=True))
+        if asked is None and self.plan.fan_out:
+            return self._plain()
+        if asked is None:
+            asked = self._ask(Ask(self._length(len(log))))
+        if asked.answer is not None:
+            return self._select(asked.answer, verdict)
+        self._asked, self._open, self._waiting_since = asked, verdict, time.monotonic()
+        return None
+
+    def end(self) -> None:
+        """No further round comes."""
+        if self._asked is not None and self._asked.answer is None:
+            self.draft.cancel()
+        self._asked = self._open = None
+
+    def _length(self, base_len: int) -> int:
+        """Guesses after a base: not more than could be emitted before the last token."""
+        return max(min(self.plan.num_speculative_tokens, self.plan.end_len - base_len - 1), 0)
+
+    def _ask(self, ask: Ask) -> _Asked:
+        asked = _Asked(ahead=bool(ask.fan_out))
+        self.draft.ask(
+            self._log, ask, self.plan.timeout_s, lambda answer: self._arrived(asked, answer)
+        )
+        return asked
+
+    def _arrived(self, asked: _Asked, answer: Answer) -> None:
+        asked.answer = answer
+        if self._asked is asked and self._open is not None:
+            verdict, self._open, self._asked = self._open, None, None
+            wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
+            chosen = self._select(answer, verdict)
+            self.resume(replace(chosen, report=replace(chosen.report, wait_us=wait_us)))
+
+    def _select(self, answer: Answer, verdict: Verdict) -> Chosen:
+        if answer.error is not None:
+            return Chosen(report=_failure(answer))
+        report = DraftReport(worker_us=answer.spent.worker_us, compute_us=answer.spent.compute_us)
+        if not answer.outcomes:
+            return Chosen(answer.proposal.cut(self._length(len(self._log))), report)
+        rank, proposal = self._fan_out.find(answer.outcomes, verdict)
+        proposal = proposal.cut(self._length(len(self._log)))
+        self._prepare(self._log, proposal)
+        return Chosen(proposal, replace(report, hit=rank is not None))
+
+    def _plain(self) -> Chosen:
+        self._prepare(self._log, _NOTHING)
+        return Chosen()
+
+    def _prepare(self, log: TokenLog, pending: Proposal) -> None:
+        """Have the draft fill the buffer while `pending` is verified."""
+        longest = len(log) + len(pending) + 1
+        if not self.plan.fan_out or not self._length(longest) or not self.draft.usable:
+            return
+        self._log = log
+        budget = self.plan.fan_out
+        fan_out = self._fan_out.allocate(len(pending), budget)
+        self._asked = self._ask(Ask(self._length(len(log) + 1), pending.token_ids, fan_out))
+
+
+def _failure(answer: Answer) -> DraftReport:
+    """A proposal that did not come in time still comes, and is dropped then."""
+    malformed = answer.error is not None and answer.error.field.startswith("proposal")
+    late = isinstance(answer.error, DeadlineExceeded)
+    return DraftReport(failed=True, dropped=int(malformed or late))

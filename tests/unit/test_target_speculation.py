@@ -1,0 +1,375 @@
+"""A target that goes on with proposals of a draft by itself: sequentially, and from a buffer of
+outcomes prepared ahead. Both workers are real, only the wire between them is not."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+from worker_harness import (
+    TIMEOUT_S,
+    Bench,
+    Owner,
+    coupled,
+    load,
+    make_runner,
+    plain_greedy,
+    random_tokens,
+    refusal,
+    rejection,
+    serving,
+    verdict_of,
+)
+
+from outrider.errors import DeadlineExceeded, InvalidArgument
+from outrider.types import DraftPlan, GenerationSpec, SamplingParams
+from outrider.wire import outcomes_from_proto, plan_to_proto, proposal_from_proto, report_from_proto
+from outrider.worker.worker import Worker, WorkerLimits
+from services.target.drafts import Answer
+from services.target.verifier import Verifier
+
+GREEDY = GenerationSpec(SamplingParams())
+SPECS = {"greedy": GREEDY, "coupled": coupled(3), "rejection": rejection(3)}
+PROMPT = random_tokens(21)
+
+
+class Drafts:
+    """Stands in for a DraftPool: one session, on a draft worker of the same process."""
+
+    def __init__(self, draft):
+        self.owner = Owner(draft)
+        self.asks = []
+        self.cancelled = 0
+        self.usable = True
+        self.hold = None
+        self.spoil = None
+
+    def attach(self, host):
+        self.host = host
+
+    def session(self, header, spec, address):
+        if not self.owner.tokens:
+            self.owner.spec = spec
+            self.owner.opened()
+        return self
+
+    def cancel(self):
+        self.cancelled += 1
+
+    def ask(self, log, ask, timeout_s, on_answer):
+        self.asks.append((list(log.tokens), ask))
+        self.owner.tokens = list(log.tokens)
+        entry = self.owner.propose_entry(ask.num_tokens)
+        if ask.fan_out:
+            entry.propose.ahead.pending.token_ids.extend(ask.pending)
+            entry.propose.ahead.fan_out.extend(ask.fan_out)
+        spoilt = self.spoil(len(self.asks)) if self.spoil else None
+
+        def answer(reply):
+            if spoilt is not None:
+                found = Answer(error=spoilt)
+            else:
+                assert reply.HasField("proposed"), reply
+                found = Answer(
+                    proposal_from_proto(reply.proposed.proposal, vocab_size=1 << 20),
+                    outcomes_from_proto(reply.proposed.outcomes, vocab_size=1 << 20),
+                )
+            if self.hold:
+                self.hold.wait(TIMEOUT_S)
+            self.host.post(lambda: on_answer(found))
+
+        self.owner.bench.worker.submit(entry, answer)
+
+
+class Rig:
+    """A target, its owner and its draft."""
+
+    def __init__(self, target, drafts, spec):
+        self.drafts = drafts
+        self.owner = Owner(target, list(PROMPT), spec)
+        self.owner.opened()
+        self.verdicts, self.reports = [], []
+
+    def entry(self, *, k=3, fan_out=0, rounds=64, end_len=None):
+        entry = self.owner.verify_entry()
+        end_len = end_len or len(PROMPT) + 40
+        plan = DraftPlan("draft", k, fan_out, 2.0, end_len)
+        entry.verify.draft.CopyFrom(plan_to_proto(plan))
+        entry.verify.more_rounds = rounds
+        return entry
+
+    def read(self, replies):
+        """Follow an entry to its last reply."""
+        more = True
+        while more:
+            reply = replies.get(timeout=TIMEOUT_S)
+            more = reply.header.more
+            if reply.HasField("refused"):
+                return reply
+            self.verdicts.append(verdict_of(reply))
+            self.reports.append(report_from_proto(reply.verified.draft))
+            self.owner.tokens.extend(self.verdicts[-1].token_ids)
+        return reply
+
+    def run(self, **plan):
+        reply = self.read(self.owner.bench.post(self.entry(**plan)))
+        return self.owner.tokens[len(PROMPT) :], reply
+
+    @property
+    def hits(self):
+        return [report.hit for report in self.reports]
+
+
+@pytest.fixture
+def make_rig(tiny_models):
+    with contextlib.ExitStack() as stack:
+
+        def make(spec=GREEDY, draft="draft", **limits):
+            loaded = load(tiny_models["target"])
+            drafts = Drafts(stack.enter_context(serving(tiny_models[draft], "draft")))
+            limits = {"num_blocks": 256, "context_length": 512} | limits
+            runner = make_runner(loaded, limits["num_blocks"])
+            verifier = Verifier(
+                vocab_size=loaded.vocab_size,
+                context_length=limits["context_length"],
+                drafts=drafts,
+            )
+            worker = Worker(runner, verifier, WorkerLimits(**limits), vocab_size=loaded.vocab_size)
+            worker.start()
+            stack.callback(worker.stop)
+            return Rig(Bench(worker, runner), drafts, spec)
+
+        yield make
+
+
+def plain(make_rig, spec, count):
+    """The same generation without guesses."""
+    rig = make_rig(spec)
+    tokens, _ = rig.run(k=0, end_len=len(PROMPT) + count)
+    assert all(verdict.num_proposed == 0 for verdict in rig.verdicts)
+    return tokens
+
+
+@pytest.mark.parametrize("fan_out", [0, 1, 8, 64])
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_output_is_that_of_plain_decoding(make_rig, mode, fan_out):
+    rig = make_rig(SPECS[mode])
+    tokens, reply = rig.run(fan_out=fan_out)
+    assert tokens == plain(make_rig, SPECS[mode], 40) and len(tokens) == 40
+    assert not reply.header.more
+    accepted = sum(verdict.num_accepted for verdict in rig.verdicts)
+    assert accepted > 10 and len(rig.verdicts) < 30
+    assert any(0 < v.num_accepted < v.num_proposed for v in rig.verdicts)
+    if fan_out:
+        assert rig.hits.count(True) > 3
+        assert fan_out > 8 or rig.hits.count(False) > 0
+    else:
+        assert rig.hits.count(None) == len(rig.hits)
+
+
+def test_greedy_output_is_the_models_own(make_rig, tiny_models):
+    tokens, _ = make_rig().run(fan_out=8)
+    assert tokens == plain_greedy(tiny_models["target"], PROMPT, 40)
+
+
+def test_a_hit_is_verified_without_waiting(make_rig):
+    """With a draft that equals its target every outcome but the last token's is foreseen."""
+    rig = make_rig(draft="target")
+    rig.run(fan_out=4)
+    assert rig.hits[0] is None and set(rig.hits[1:]) == {True}
+    assert all(v.num_accepted == v.num_proposed for v in rig.verdicts)
+
+
+def test_wider_buffers_hit_more_often(make_rig):
+    def hit_rate(fan_out):
+        rig = make_rig(coupled(5), draft="bad-draft")
+        rig.run(fan_out=fan_out, rounds=200, end_len=len(PROMPT) + 120)
+        hits = [hit for hit in rig.hits if hit is not None]
+        return sum(hits) / len(hits)
+
+    assert hit_rate(1) < hit_rate(32)
+
+
+def test_rejection_goes_on_with_distributions(make_rig):
+    """Same proposals, same tokens: a buffer's proposal is what the draft would have proposed."""
+    rig = make_rig(SPECS["rejection"])
+    tokens, _ = rig.run(fan_out=16)
+    assert len(tokens) >= 40 and rig.hits.count(True) > 3
+    assert sum(v.num_accepted for v in rig.verdicts) > 5
+
+
+@pytest.mark.parametrize("fan_out", [0, 8])
+def test_no_guess_reaches_past_the_end(make_rig, fan_out):
+    for length in range(1, 9):
+        rig = make_rig(draft="target")
+        tokens, _ = rig.run(k=4, fan_out=fan_out, end_len=len(PROMPT) + length)
+        assert len(tokens) == length
+
+
+def test_stop_ids_end_the_rounds(make_rig, tiny_models):
+    expected = plain_greedy(tiny_models["target"], PROMPT, 40)
+    stop = expected[12]
+    spec = GenerationSpec(SamplingParams(), prompt_len=len(PROMPT), stop_ids=(stop,))
+    rig = make_rig(spec)
+    tokens, reply = rig.run(fan_out=8)
+    end = expected.index(stop) + 1
+    assert tokens[:end] == expected[:end] and len(tokens) < end + 4
+    assert not reply.header.more
+
+
+@pytest.mark.parametrize("fan_out", [0, 8])
+def test_a_failing_draft_costs_speed_only(make_rig, fan_out):
+    rig = make_rig()
+    rig.drafts.spoil = lambda number: DeadlineExceeded("late") if number % 3 == 0 else None
+    tokens, _ = rig.run(fan_out=fan_out)
+    assert tokens == plain(make_rig, GREEDY, 40)
+    failed = [report for report in rig.reports if report.failed]
+    assert len(failed) > 2 and all(report.dropped == 1 for report in failed)
+    assert sum(v.num_accepted for v in rig.verdicts) > 5
+
+
+def test_a_malformed_proposal_is_counted(make_rig):
+    rig = make_rig()
+    error = InvalidArgument("too many", field="proposal.token_ids")
+    rig.drafts.spoil = lambda number: error if number == 2 else None
+    rig.run()
+    assert sum(report.dropped for report in rig.reports) == 1
+
+
+def test_an_unusable_draft_is_not_asked(make_rig):
+    rig = make_rig()
+    rig.drafts.usable = False
+    tokens, _ = rig.run(fan_out=8)
+    assert not rig.drafts.asks and tokens == plain(make_rig, GREEDY, 40)
+    assert all(report.failed for report in rig.reports[1:-1])
+
+
+def test_waiting_for_a_draft_can_be_cancelled(make_rig):
+    """A round that waits is dropped at once, and what was asked is cancelled."""
+    rig = make_rig()
+    rig.drafts.hold = threading.Event()
+    replies = rig.owner.bench.post(rig.entry())
+    assert replies.get(timeout=TIMEOUT_S).header.more
+    rig.owner.cancel(rig.owner.number)
+    reply = replies.get(timeout=TIMEOUT_S)
+    assert refusal(reply) == ("cancelled", "") and not reply.header.more
+    assert rig.drafts.cancelled == 1
+    rig.drafts.hold.set()
+    rig.owner.bench.settle()
+    assert replies.empty() and rig.owner.bench.worker.load.queued == 0
+
+
+def test_a_waiting_round_ends_at_its_deadline(make_rig):
+    rig = make_rig()
+    rig.drafts.hold = threading.Event()
+    rig.owner.timeout_ms = 300
+    replies = rig.owner.bench.post(rig.entry())
+    replies.get(timeout=TIMEOUT_S)
+    assert refusal(replies.get(timeout=TIMEOUT_S)) == ("deadline_exceeded", "")
+    rig.drafts.hold.set()
+
+
+def test_one_waiting_session_does_not_stop_another(make_rig):
+    rig = make_rig()
+    rig.drafts.hold = threading.Event()
+    waiting = rig.owner.bench.post(rig.entry())
+    waiting.get(timeout=TIMEOUT_S)
+    other = Owner(rig.owner.bench, list(PROMPT)).opened()
+    assert verdict_of(other.verify()).token_ids
+    rig.drafts.hold.set()
+    assert waiting.get(timeout=TIMEOUT_S).HasField("verified")
+
+
+def test_a_plan_is_tuned_under_way(make_rig):
+    rig = make_rig(draft="target")
+    replies = rig.owner.bench.post(rig.entry(k=2, end_len=len(PROMPT) + 200))
+    replies.get(timeout=TIMEOUT_S)
+    entry = rig.owner.entry()
+    entry.tune.num_speculative_tokens = 6
+    rig.owner.bench.worker.submit(entry, lambda reply: pytest.fail("tune has no reply"))
+    deadline = time.monotonic() + TIMEOUT_S
+    lengths = set()
+    while 6 not in lengths and time.monotonic() < deadline:
+        lengths.add(verdict_of(replies.get(timeout=TIMEOUT_S)).num_proposed)
+    assert lengths == {2, 6}
+
+
+def test_an_entry_that_was_ended_leaves_no_ask(make_rig):
+    """More rounds are over: what was asked ahead is not wanted."""
+    rig = make_rig()
+    _, reply = rig.run(fan_out=8, rounds=3)
+    assert len(rig.verdicts) == 4 and not reply.header.more
+    rig.owner.bench.settle()
+    asked = len(rig.drafts.asks)
+    assert asked == 4 and rig.drafts.cancelled <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"address": ""}, "draft.address"),
+        ({"num_speculative_tokens": 17}, "num_speculative_tokens"),
+        ({"fan_out": 65}, "fan_out"),
+        ({"timeout_ms": 0}, "draft.timeout_ms"),
+        ({"end_len": 0}, "draft.end_len"),
+    ],
+)
+def test_plans_are_checked(make_rig, change, field):
+    rig = make_rig()
+    entry = rig.entry()
+    for name, value in change.items():
+        setattr(entry.verify.draft, name, value)
+    assert refusal(rig.owner.bench.ask(entry)) == ("invalid_argument", field)
+
+
+def test_a_target_without_drafts_refuses_a_plan(tiny_models):
+    with serving(tiny_models["target"]) as bench:
+        owner = Owner(bench, list(PROMPT)).opened()
+        entry = owner.verify_entry()
+        entry.verify.draft.CopyFrom(plan_to_proto(DraftPlan("draft", 3, 0, 1.0, 100)))
+        assert refusal(bench.ask(entry)) == ("unsupported", "draft")
+
+
+@pytest.mark.parametrize(
+    ("pending", "fan_out", "field"),
+    [
+        ([1, 2], [1, 1], "ahead.fan_out"),
+        ([1], [0, 0], "ahead.fan_out"),
+        ([1], [64, 1], "ahead.fan_out"),
+        ([1 << 19], [1, 1], "proposal.token_ids"),
+    ],
+)
+def test_what_is_asked_ahead_is_checked(tiny_models, pending, fan_out, field):
+    with serving(tiny_models["draft"], "draft") as bench:
+        owner = Owner(bench, list(PROMPT)).opened()
+        entry = owner.propose_entry(2)
+        entry.propose.ahead.pending.token_ids.extend(pending)
+        entry.propose.ahead.fan_out.extend(fan_out)
+        assert refusal(bench.ask(entry)) == ("invalid_argument", field)
+
+
+def test_branches_free_their_blocks(tiny_models):
+    with serving(tiny_models["draft"], "draft") as bench:
+        owner = Owner(bench, list(PROMPT)).opened()
+        entry = owner.propose_entry(4)
+        entry.propose.ahead.pending.token_ids.extend([1, 2, 3])
+        entry.propose.ahead.fan_out.extend([3, 2, 1, 2])
+        reply = bench.ask(entry)
+        assert len(reply.proposed.outcomes) == 8
+        assert bench.blocks_used == -(-(len(PROMPT) + 3) // 8)
+        assert {len(o.proposal.token_ids) for o in reply.proposed.outcomes} == {4}
+
+
+def test_a_context_that_is_full_is_not_prepared_for(tiny_models):
+    with serving(tiny_models["draft"], "draft", context_length=24) as bench:
+        owner = Owner(bench, list(PROMPT)).opened()
+        for pending, left in (([1], 2), ([1, 2], 1)):
+            entry = owner.propose_entry(4)
+            entry.propose.ahead.pending.token_ids.extend(pending)
+            entry.propose.ahead.fan_out.extend([1] * (len(pending) + 1))
+            outcomes = bench.ask(entry).proposed.outcomes
+            assert {len(o.proposal.token_ids) for o in outcomes} == {left}
+        entry = owner.propose_entry(4)
+        entry.propose.ahead.pending.token_ids.extend([1, 2, 3])
+        entry.propose.ahead.fan_out.extend([1] * 4)
+        assert refusal(bench.ask(entry))[0] == "context_exceeded"
