@@ -110,16 +110,23 @@ def reference(tiny_models: dict[str, Path]) -> Callable[[Sequence[int]], torch.T
     return log_probs
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def guessing(stack: Rig, parts: Parts) -> AsyncIterator[Guessing]:
-    """The shared target behind an orchestrator whose draft does what a test tells it."""
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["direct", "relayed"])
+async def guessing(
+    stack: Rig, parts: Parts, request: pytest.FixtureRequest
+) -> AsyncIterator[Guessing]:
+    """The shared target behind an orchestrator whose draft does what a test tells it, asked by the
+    target or by the orchestrator."""
 
     async def silent(ask: Ask, say: Say) -> None:
         pass
 
     async with ScriptedDraft(await stack.info(stack.targets[0]), silent) as draft:
         async with parts.orchestrator(
-            stack.store_url, targets=stack.targets, drafts=[draft.address], draft_timeout_s=0.8
+            stack.store_url,
+            targets=stack.targets,
+            drafts=[draft.address],
+            draft_timeout_s=0.8,
+            drafting=request.param,
         ) as rig:
             rig.drafts = ()  # `held` asks real workers only
             yield Guessing(rig, draft, Truth())
