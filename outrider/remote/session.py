@@ -49,14 +49,16 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Microseconds that an entry took on a worker: computing, and in all."""
+    """Microseconds that an entry took on a worker, computing and in all, and the rows of the last
+    pass that it was in, those of others included."""
 
     compute_us: int = 0
     worker_us: int = 0
+    batch_rows: int = 0
 
     @classmethod
     def of(cls, reply: worker_pb2.Reply, timing: worker_pb2.WorkTiming) -> "Spent":
-        return cls(timing.compute_us, reply.header.elapsed_us)
+        return cls(timing.compute_us, reply.header.elapsed_us, timing.batch_rows)
 
 
 NOTHING_SPENT = Spent()
@@ -137,6 +139,14 @@ class RemoteSession:
             self._keep(replies, more=found[-1].header.more)
         self._held = len(self._log)
         return [reply for reply in found if not reply.HasField("refused")]
+
+    def tune(self, num_speculative_tokens: int, fan_out: int) -> None:
+        """Change the plan of the entry that further replies come to."""
+        if self.has_more and self._is_open:
+            entry = self._entry(timeout_s=10.0)
+            entry.tune.num_speculative_tokens = num_speculative_tokens
+            entry.tune.fan_out = fan_out
+            self.link.post(entry)
 
     def settle(self) -> None:
         """Want no further replies to the last entry."""

@@ -1,28 +1,24 @@
 """How many guesses the next round carries.
 
 The decoder asks before each round and reports after it. `FixedLength` is the policy of a pinned
-k; the adaptive one takes its place behind the same two methods.
+k; the adaptive one is `outrider.speculation.AdaptiveController`.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.speculation.observation import Observation
+
 ALWAYS = 1 << 31
 """As many rounds as there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
-    """What a round brought, in tokens and seconds."""
-
-    num_proposed: int
-    num_accepted: int
-    draft_s: float
-    verify_s: float
-
-
 class Controller(Protocol):
     """Chooses the length of proposals for one generation."""
+
+    @property
+    def fan_out(self) -> int:
+        """Outcomes of the next round that the draft prepares for; 0: none."""
 
     def next_length(self) -> int:
         """Guesses for the next round; 0 decodes plainly."""
@@ -30,8 +26,11 @@ class Controller(Protocol):
     def plain_rounds(self) -> int:
         """Rounds from now on, at most, that are certain to carry no guesses."""
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, seen: Observation) -> None:
         """Learn from a round."""
+
+    def close(self) -> None:
+        """The generation has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class FixedLength:
     """Always the same number of guesses."""
 
     num_speculative_tokens: int
+    fan_out: int = 0
 
     def next_length(self) -> int:
         return self.num_speculative_tokens
@@ -46,5 +46,8 @@ class FixedLength:
     def plain_rounds(self) -> int:
         return 0 if self.num_speculative_tokens else ALWAYS
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, seen: Observation) -> None:
+        pass
+
+    def close(self) -> None:
         pass

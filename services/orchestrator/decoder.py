@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.remote.session import RemoteSession, Spent
+from outrider.speculation.observation import Observation
 from outrider.token_log import TokenLog
 from outrider.types import (
     DraftPlan,
@@ -29,7 +30,7 @@ from outrider.wire import (
     report_from_proto,
     verdict_from_proto,
 )
-from services.orchestrator.controller import Controller, RoundOutcome
+from services.orchestrator.controller import Controller
 from services.orchestrator.proposers import Proposed, Proposer
 from services.orchestrator.stopping import OutputStream, Released
 
@@ -105,7 +106,6 @@ class DirectDraft:
     """A draft that the target may ask by itself, and how."""
 
     address: str
-    fan_out: int
     timeout_s: float
 
 
@@ -151,6 +151,8 @@ class Decoder:
     direct: DirectDraft | None = None
     target: RemoteSession | None = None
     _round_ended: float = 0.0
+    _planned: tuple[int, int] = (0, 0)
+    """Length and fan-out that the target goes on with."""
     _untold: int = 0
     """Tokens of the log that the output has not been given yet."""
 
@@ -191,18 +193,25 @@ class Decoder:
         reports = [round_.report or _NO_REPORT for round_ in rounds]
         waited_us = sum(report.wait_us for report in reports)
         verify_us = max(_elapsed_us(started) - waited_us, 0)
+        rounds_us = _elapsed_us(self._round_ended)
         for round_, report in zip(rounds, reports, strict=True):
             self.log.append(round_.verdict.token_ids)
             self.controller.observe(
-                RoundOutcome(
-                    round_.verdict.num_proposed,
-                    round_.verdict.num_accepted,
-                    (draft_us + report.wait_us) / 1e6,
-                    verify_us / 1e6 / len(rounds),
+                Observation(
+                    num_proposed=round_.verdict.num_proposed,
+                    num_accepted=round_.verdict.num_accepted,
+                    draft_s=(draft_us + report.wait_us) / 1e6,
+                    verify_s=verify_us / 1e6 / len(rounds),
+                    batch_rows=round_.spent.batch_rows,
+                    context_len=len(self.log),
+                    hit=report.hit,
+                    round_s=rounds_us / 1e6 / len(rounds),
+                    proposal_s=report.worker_us / 1e6,
                 )
             )
+        self._tune()
         times = RoundTimes(
-            rounds_us=_elapsed_us(self._round_ended),
+            rounds_us=rounds_us,
             draft_us=draft_us + waited_us,
             verify_us=verify_us,
             draft_compute_us=proposed.spent.compute_us + sum(r.compute_us for r in reports),
@@ -313,13 +322,24 @@ class Decoder:
         return [_Round.of(reply) for reply in replies]
 
     def _plan(self, draft: DirectDraft) -> DraftPlan:
+        self._planned = self.controller.next_length(), self.controller.fan_out
+        length, fan_out = self._planned
         return DraftPlan(
             address=draft.address,
-            num_speculative_tokens=self.controller.next_length(),
-            fan_out=draft.fan_out,
+            num_speculative_tokens=length,
+            fan_out=fan_out,
             timeout_s=draft.timeout_s,
             end_len=len(self.log) + self._left,
         )
+
+    def _tune(self) -> None:
+        """Let a target that goes on by itself know what the controller wants now."""
+        if self.target is None or not self._asks(self.target) or not self.target.has_more:
+            return
+        wanted = self.controller.next_length(), self.controller.fan_out
+        if wanted != self._planned:
+            self._planned = wanted
+            self.target.tune(*wanted)
 
 
 def _exposed_us(report: DraftReport) -> int:

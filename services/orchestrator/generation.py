@@ -88,11 +88,12 @@ class Generation:
         self._numbers = itertools.count(1)
         self._output = OutputStream(model.tokenizer, plan.rules, prompt_len=plan.prompt_len)
         self._direct: DirectDraft | None = None
+        self._fan_out = 0
         self._proposer = self._make_proposer()
         self._decoder = Decoder(
             log=log,
             output=self._output,
-            controller=FixedLength(plan.num_speculative_tokens),
+            controller=FixedLength(plan.num_speculative_tokens, self._fan_out),
             proposer=self._proposer,
             find_target=self._find_target,
             wait_for_target=self._wait_for_target,
@@ -243,15 +244,15 @@ class Generation:
         fitting = tuple(i for i in plan.spec.stop_ids if i < vocab_size)
         remote = self._remote(link, replace(plan.spec, stop_ids=fitting, logprobs=None))
         if self._around.drafting == DIRECT:
-            fan_out = self._fan_out(link.info)
-            self._direct = DirectDraft(link.address, fan_out, self._around.draft_timeout_s)
+            self._direct = DirectDraft(link.address, self._around.draft_timeout_s)
+            self._fan_out = self._outcomes_ahead(link.info)
         return DraftModel(
             remote,
             vocab_size=self._model.vocab_size,
             timeout_s=self._around.draft_timeout_s,
         )
 
-    def _fan_out(self, draft: worker_pb2.InfoResponse) -> int:
+    def _outcomes_ahead(self, draft: worker_pb2.InfoResponse) -> int:
         """Outcomes to prepare for: none where drafting takes the target's device from it."""
         if "ahead" not in draft.capabilities:
             return 0

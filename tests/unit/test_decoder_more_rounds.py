@@ -461,6 +461,7 @@ class Moody:
     """A controller that promises plain rounds and now and then does not keep it."""
 
     chance: random.Random
+    fan_out: int = 0
 
     def next_length(self) -> int:
         return self.chance.choice((0, 0, 0, 0, 4))
