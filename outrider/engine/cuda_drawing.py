@@ -1,12 +1,13 @@
 """Drawing on a CUDA device: picks of a pass, and the draft's loop, without the host in between.
 
-A pass leaves its picks in one buffer. Before each further pass of a loop a kernel (`_feed`) turns
-the pick of every row into that row's next input, so that host and device meet once a round, when
-the tokens drawn are read.
+A pass leaves its picks in one buffer, or the candidates of its rows, where branches start from it.
+Before each further pass of a loop a kernel (`_feed`) turns the pick of every row into that row's
+next input, so that host and device meet once a round, when the tokens drawn are read.
 """
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.cuda_kernels import BLOCK_TOKENS
+from outrider.engine.cuda_kernels import BLOCK_TOKENS, copy_blocks
 from outrider.engine.drawing import must_go_on
-from outrider.engine.rows import Draw, Rows
+from outrider.engine.rows import Draw, Rows, branch_places
 from outrider.sampling import cuda_sampler
+from outrider.sampling.cuda_sampler import CANDIDATES
 from outrider.types import MAX_PROPOSAL_TOKENS, SamplingParams
 
 MAX_STEPS = MAX_PROPOSAL_TOKENS
@@ -25,9 +27,17 @@ MAX_STEPS = MAX_PROPOSAL_TOKENS
 
 
 def can_draw(draw: Draw) -> bool:
-    """Whether the kernels draw this: picks, and nothing masked (min_tokens)."""
+    """Whether the kernels draw this: picks, nothing masked (min_tokens), and branches whose tokens
+    are among the candidates, of which one can be the token that stands."""
     masked = draw.spec.stop_ids and must_go_on(draw.spec, draw.base_len)
-    return not draw.spec.uses_distributions and not masked
+    picks = not draw.spec.uses_distributions and not masked
+    steps = draw.steps + bool(draw.branches)
+    return picks and steps <= MAX_STEPS and all(b.rank + 1 < CANDIDATES for b in draw.branches)
+
+
+def loops(draw: Draw) -> bool:
+    """Whether it takes further passes."""
+    return draw.steps > 1 or bool(draw.branches)
 
 
 def has_cuts(sampling: SamplingParams) -> bool:
@@ -76,10 +86,13 @@ class PassInputs:
 
 
 class DrawBuffers:
-    """What was drawn: by the last pass, and in each step of a loop."""
+    """What was drawn: by the last pass, and in each step of a loop.
+
+    The picks are one of each row of logits, or its CANDIDATES.
+    """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self.picks = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.picks = torch.zeros(max_rows * CANDIDATES, dtype=torch.int64, device=device)
         self.history = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64, device=device)
         self._on_host = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64).pin_memory()
         self._numbers = self._on_host.numpy()
@@ -90,7 +103,7 @@ class DrawBuffers:
 
     def read_picks(self, count: int) -> list[int]:
         """The picks of the last pass; waits for the device."""
-        self._on_host[0].copy_(self.picks, non_blocking=True)
+        self._on_host[0].copy_(self.picks[: self.history.shape[1]], non_blocking=True)
         self._arrived[0].record()
         return self.receive(0, count)
 
@@ -114,44 +127,95 @@ class DrawBuffers:
         return picks
 
 
-class DraftLoop:
-    """Starts and continues the loop of up to `rows` sequences on the inputs of their pass."""
+class LoopRow(NamedTuple):
+    """A row of a loop: it draws so many `tokens` from position `start` on. The first stands at
+    index `source` in the picks of the pass before; all but the last are fed to passes."""
 
-    def __init__(self, target: PassInputs, buffers: DrawBuffers, device: torch.device) -> None:
+    sampling: SamplingParams
+    blocks: Tokens[int]
+    source: int
+    start: int
+    tokens: int
+    copied: tuple[int, int] | None = None
+    """The KV block to copy before (from, to)."""
+
+
+def loop_rows(batch: Tokens[Rows], candidates: int) -> list[list[LoopRow]]:
+    """For each entry the rows that its draw makes go on, after a pass whose picks are so many
+    candidates of each row of logits."""
+    found, first = [], 0
+    for rows in batch:
+        found.append(_entry_rows(rows, rows.draw, first, candidates) if rows.draw else [])
+        first += rows.num_logits
+    return found
+
+
+def _entry_rows(rows: Rows, draw: Draw, first: int, candidates: int) -> list[LoopRow]:
+    """Of one entry, whose rows of logits begin at the row `first` of all."""
+    sampling, last = draw.spec.sampling, rows.num_logits - 1
+    if not draw.branches:
+        source = (first + last) * candidates
+        return [LoopRow(sampling, rows.blocks, source, draw.base_len, draw.steps)]
+    found = []
+    for branch, place in zip(draw.branches, branch_places(rows, BLOCK_TOKENS), strict=True):
+        # A token that stands is taken to be the first candidate: the draft guessed it by the same
+        # noise. A branch that this is wrong for repeats the token, which only wastes it.
+        rank = branch.rank + (branch.num_accepted < last)
+        source = (first + branch.num_accepted) * candidates + rank
+        tokens = draw.steps + 1
+        found.append(LoopRow(sampling, place.blocks, source, place.start, tokens, place.copied))
+    return found
+
+
+class DraftLoop:
+    """Starts and continues a loop of up to `rows` rows on the inputs of their pass."""
+
+    def __init__(
+        self,
+        target: PassInputs,
+        buffers: DrawBuffers,
+        pools: tuple[Tensor, Tensor],  # keys and values, each [layers, blocks, …]
+        device: torch.device,
+    ) -> None:
         rows, width = target.tables.shape
         self.rows = rows
         self._target = target
         self._buffers = buffers
+        self._pools = pools
         self._inputs = Inputs(
             {
                 "step": 1,
                 "sources": rows,
                 "positions": rows,
                 "limits": rows,
+                "copied": 2 * rows,
                 "params": target.params.numel(),
                 "tables": rows * width,
             },
             device,
         )
 
-    def start(self, entries: Tokens[tuple[Rows, Draw, int]]) -> None:
-        """Each entry's last pick stands at its index in the picks of the pass before."""
+    def start(self, going: Tokens[LoopRow]) -> None:
+        """Make the first tokens the input of the next pass, with the KV copies that it needs."""
         self._inputs.wait()
         host = self._inputs.host
         tables = host["tables"].reshape(self.rows, -1)
         params = host["params"].reshape(self.rows, -1)
         host["limits"][:] = 0
-        for row, (rows, draw, source) in enumerate(entries):
-            last = draw.base_len + draw.steps - 1
-            blocks = rows.blocks[: -(-last // BLOCK_TOKENS)]
+        for row, (sampling, blocks, source, start, tokens, _) in enumerate(going):
+            last = start + tokens - 1
+            blocks = blocks[: -(-last // BLOCK_TOKENS)]
             tables[row, : len(blocks)] = blocks
             host["sources"][row] = source
-            host["positions"][row] = draw.base_len - 1
+            host["positions"][row] = start - 1
             host["limits"][row] = last
-            cuda_sampler.fill_rows(params, row, draw.spec.sampling, (draw.base_len,))
+            cuda_sampler.fill_rows(params, row, sampling, (start,))
+        copied = [block for row in going for block in row.copied or ()]
+        host["copied"][: len(copied)] = copied
         host["step"][0] = 0
         self._inputs.send()
         device, target = self._inputs.device, self._target
+        copy_blocks(*self._pools, device["copied"][: len(copied)].view(-1, 2))
         target.tables.copy_(device["tables"].view_as(target.tables))
         target.params.copy_(device["params"].view_as(target.params))
         self.feed()

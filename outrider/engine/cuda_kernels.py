@@ -1,4 +1,4 @@
-"""The engine's CUDA kernel: attention over paged KV, in Triton.
+"""The engine's CUDA kernels, in Triton: attention over paged KV, and copies of KV blocks.
 
 The context is cut at fixed places (every `_SPLIT` tokens); a program attends with a few rows of one
 sequence to one piece, and a second kernel joins the pieces in order (flash decoding, Dao et al.
@@ -20,6 +20,8 @@ _SPLIT = 256
 _KEYS_AT_ONCE = 64
 _MIN_DOT_ROWS = 16
 """Least rows of a matrix product on tensor cores."""
+
+_COPIED_AT_ONCE = 4096
 
 
 @torch.library.custom_op("outrider_cuda::paged_attention", mutates_args=("keys", "values"))
@@ -93,6 +95,33 @@ def paged_attention(
 @paged_attention.register_fake
 def _(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape)
+
+
+def copy_blocks(
+    keys: Tensor,  # [layers, blocks, block_tokens, kv_heads, head_dim], contiguous
+    values: Tensor,  # like keys
+    pairs: Tensor,  # [pairs, 2] int32, contiguous: from, to
+) -> None:
+    """Copy whole blocks, of all layers."""
+    if len(pairs):
+        _copy_blocks[(len(pairs), len(keys))](
+            keys, values, pairs, keys.stride(0), SIZE=keys.stride(1), AT_ONCE=_COPIED_AT_ONCE
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_blocks(  # type: ignore[no-untyped-def]
+    keys, values, pairs, layer_stride, SIZE: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    pair, layer = tl.program_id(0), tl.program_id(1)
+    first = layer.to(tl.int64) * layer_stride
+    source = first + tl.load(pairs + 2 * pair).to(tl.int64) * SIZE
+    target = first + tl.load(pairs + 2 * pair + 1).to(tl.int64) * SIZE
+    for start in range(0, SIZE, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        inside = at < SIZE
+        tl.store(keys + target + at, tl.load(keys + source + at, mask=inside), mask=inside)
+        tl.store(values + target + at, tl.load(values + source + at, mask=inside), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -21,15 +21,25 @@ from outrider.engine.cuda_drawing import (
     DraftLoop,
     DrawBuffers,
     Inputs,
+    LoopRow,
     PassInputs,
     can_draw,
     has_cuts,
+    loop_rows,
+    loops,
 )
 from outrider.engine.cuda_kernels import BLOCK_TOKENS
 from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.rows import Draw, Drawn, Output, Rows
-from outrider.sampling.cuda_sampler import ROW_WORDS, fill_rows, sample_rows
+from outrider.sampling.cuda_sampler import (
+    CANDIDATES,
+    ROW_WORDS,
+    fill_rows,
+    sample_candidates,
+    sample_rows,
+)
+from outrider.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +123,8 @@ class _Bucket:
             max_context=max_context,
         )
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.draw_graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.draw_graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
+        """By whether tokens are cut off, and the candidates of a row."""
         self.logits: Tensor | None = None
         self.host["slots"][:] = -1
 
@@ -179,7 +190,7 @@ class CudaRunner:
         ]
         self._buffers = DrawBuffers(self._buckets[-1].rows, loaded.device)
         self._loops = {
-            bucket.rows: DraftLoop(bucket.inputs, self._buffers, loaded.device)
+            bucket.rows: DraftLoop(bucket.inputs, self._buffers, self._pools, loaded.device)
             for bucket in self._buckets
         }
 
@@ -202,17 +213,15 @@ class CudaRunner:
     def run(self, batch: Tokens[Rows]) -> Output:
         """A pass, what it draws, and the further passes that draws ask for."""
         draws = [rows.draw for rows in batch if rows.draw]
-        if not draws or not all(can_draw(draw) for draw in draws):
-            return drawing.run(batch, self)
-        loops = any(draw.steps > 1 for draw in draws)
-        if loops and any(rows.draw and rows.num_logits > 1 for rows in batch):
+        if not draws or not self._takes(batch):
             return drawing.run(batch, self)
         logits = self.forward(batch)
         bucket = self.bucket_for(sum(len(rows.token_ids) for rows in batch))
         cuts = any(has_cuts(draw.spec.sampling) for draw in draws)
-        self._draw(bucket, cuts)
-        if loops:
-            return Output(logits, self._loop(batch, cuts))
+        candidates = CANDIDATES if any(draw.branches for draw in draws) else 1
+        self._draw(bucket, cuts, candidates)
+        if any(map(loops, draws)):
+            return Output(logits, self._loop(batch, cuts, candidates))
         picks = iter(self._buffers.read_picks(len(logits)))
         drawn: list[Drawn | None] = []
         for rows in batch:
@@ -220,8 +229,19 @@ class CudaRunner:
             drawn.append(Drawn(own) if rows.draw else None)
         return Output(logits, drawn)
 
+    def _takes(self, batch: Tokens[Rows]) -> bool:
+        """Whether the kernels draw what these ask for."""
+        entries = [(rows, rows.draw) for rows in batch if rows.draw]
+        if not all(can_draw(draw) for _, draw in entries):
+            return False
+        if not any(loops(draw) for _, draw in entries):
+            return True
+        going = sum(len(draw.branches) or 1 for _, draw in entries)
+        from_last_rows = all(rows.num_logits == 1 or draw.branches for rows, draw in entries)
+        return from_last_rows and going <= self._buckets[-1].rows
+
     def can_stream(self, draw: Draw) -> bool:
-        return can_draw(draw)
+        return can_draw(draw) and not draw.branches
 
     @torch.inference_mode()
     def stream(self, batch: Tokens[Rows], stop: Callable[[], bool]) -> Iterator[list[int]]:
@@ -230,14 +250,14 @@ class CudaRunner:
         Every entry has one row of logits. The next pass already runs when the tokens of one are
         handed out: the host has its work done meanwhile.
         """
-        entries = [(rows, rows.draw, row) for row, rows in enumerate(batch) if rows.draw]
-        cuts = any(has_cuts(draw.spec.sampling) for _, draw, _ in entries)
-        steps = min(draw.steps for _, draw, _ in entries)
+        going = [row for own in loop_rows(batch, 1) for row in own]
+        cuts = any(has_cuts(row.sampling) for row in going)
+        steps = min(row.tokens for row in going)
         self.forward(batch)
         self._draw(self.bucket_for(sum(len(rows.token_ids) for rows in batch)), cuts)
-        bucket = self.bucket_for(len(entries))
+        bucket = self.bucket_for(len(going))
         loop = self._loops[bucket.rows]
-        loop.start(entries)
+        loop.start(going)
         self._buffers.send(0)
         sent = 1
         for step in range(steps):
@@ -247,47 +267,50 @@ class CudaRunner:
                 loop.feed()
                 self._buffers.send(sent)
                 sent += 1
-            yield self._buffers.receive(step, len(entries))
+            yield self._buffers.receive(step, len(going))
             if sent == step + 1:
                 return
 
-    def _loop(self, batch: Tokens[Rows], cuts: bool) -> list[Drawn | None]:
+    def _loop(self, batch: Tokens[Rows], cuts: bool, candidates: int) -> list[Drawn | None]:
         """Feed each pick to a pass of its own until every draw has its steps."""
-        entries: list[tuple[Rows, Draw, int]] = []
-        row = 0
-        for rows in batch:
-            row += rows.num_logits
-            if rows.draw:
-                entries.append((rows, rows.draw, row - 1))
-        steps = max(draw.steps for _, draw, _ in entries)
-        bucket = self.bucket_for(len(entries))
+        rows_of = loop_rows(batch, candidates)
+        going = [row for own in rows_of for row in own]
+        steps = max(row.tokens for row in going)
+        bucket = self.bucket_for(len(going))
         loop = self._loops[bucket.rows]
-        loop.start(entries)
+        loop.start(going)
         for _ in range(steps - 1):
             self._replay(bucket)
             self._draw(bucket, cuts)
             loop.feed()
-        found = iter(self._buffers.read_history(steps, len(entries)))
-        return [Drawn(next(found)[: rows.draw.steps]) if rows.draw else None for rows in batch]
+        found = iter(self._buffers.read_history(steps, len(going)))
+        return [
+            _drawn(rows, [next(found)[: row.tokens] for row in own])
+            for rows, own in zip(batch, rows_of, strict=True)
+        ]
 
-    def _draw(self, bucket: _Bucket, cuts: bool) -> None:
-        """Pick at every row of logits of the pass that has just run."""
-        graph = bucket.draw_graphs.get(cuts)
+    def _draw(self, bucket: _Bucket, cuts: bool, candidates: int = 1) -> None:
+        """Pick at every row of logits of the pass that has just run: a token, or CANDIDATES."""
+        graph = bucket.draw_graphs.get((cuts, candidates))
         if graph is None:
-            self._pick(bucket, cuts)
+            self._pick(bucket, cuts, candidates)
         else:
             graph.replay()
 
-    def _pick(self, bucket: _Bucket, cuts: bool) -> None:
+    def _pick(self, bucket: _Bucket, cuts: bool, candidates: int) -> None:
         if bucket.logits is None:
             raise RuntimeError("nothing was computed yet")
-        picks = sample_rows(bucket.logits, bucket.inputs.params, cuts=cuts)
-        self._buffers.picks[: bucket.rows].copy_(picks)
+        sample = sample_rows if candidates == 1 else sample_candidates
+        picks = sample(bucket.logits, bucket.inputs.params, cuts=cuts)
+        self._buffers.picks[: picks.numel()].copy_(picks.flatten())
 
     @torch.inference_mode()
     def forward(self, batch: Tokens[Rows]) -> Tensor:  # [logits rows of all, vocab] float32
         """Run the rows; logits come in the order of `batch`, float32, valid until the next pass."""
         total = sum(len(rows.token_ids) for rows in batch)
+        if total > self._buckets[-1].rows and len(batch) > 1:  # More branches than rows of a pass.
+            halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
+            return torch.cat([self.forward(half).clone() for half in halves])
         bucket = self.bucket_for(total)
         wanted = bucket.fill(batch)
         return self._replay(bucket)[:wanted]
@@ -295,10 +318,8 @@ class CudaRunner:
     @torch.inference_mode()
     def copy_blocks(self, pairs: Tokens[tuple[int, int]]) -> None:
         """Copy the KV of whole blocks, of all layers: (from, to)."""
-        if pairs:
-            sources, copies = torch.tensor(pairs, device=self._device).unbind(1)
-            for pool in self._pools:
-                pool[:, copies] = pool[:, sources]
+        on_device = torch.tensor(pairs, dtype=torch.int32, device=self._device)
+        cuda_kernels.copy_blocks(*self._pools, on_device.view(-1, 2))
 
     def _replay(self, bucket: _Bucket) -> Tensor:
         if bucket.graph is None:
@@ -335,13 +356,14 @@ class CudaRunner:
         bucket.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(bucket.graph, pool=self._memory):
             bucket.logits = self._pass(bucket)
-        for cuts in (False, True):
-            self._pick(bucket, cuts)  # Compiles what a capture cannot.
+        for cuts, candidates in itertools.product((False, True), (1, CANDIDATES)):
+            self._pick(bucket, cuts, candidates)  # Compiles what a capture cannot.
             torch.cuda.synchronize()
-            bucket.draw_graphs[cuts] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(bucket.draw_graphs[cuts], pool=self._memory):
-                self._pick(bucket, cuts)
-        self._loops[bucket.rows].feed()
+            graph = bucket.draw_graphs[cuts, candidates] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory):
+                self._pick(bucket, cuts, candidates)
+        # A loop of one token, for its kernels to be compiled: it copies a block onto itself.
+        self._loops[bucket.rows].start([LoopRow(SamplingParams(), [0], 0, 1, 1, copied=(0, 0))])
 
     def _layers(self) -> list[nn.Module]:
         """The decoder layers: modules that hold an attention module."""
@@ -355,12 +377,19 @@ class CudaRunner:
         size = (shape.layers, num_blocks * self.block_tokens, shape.kv_heads, shape.head_dim)
         keys = torch.zeros(size, dtype=shape.dtype, device=self._device)
         values = torch.zeros(size, dtype=shape.dtype, device=self._device)
-        self._pools = [
-            pool.view(shape.layers, num_blocks, self.block_tokens, *size[2:])
-            for pool in (keys, values)
-        ]
+        in_blocks = (shape.layers, num_blocks, self.block_tokens, *size[2:])
+        self._pools = keys.view(in_blocks), values.view(in_blocks)
         for module in self.model.modules():
             layer = getattr(module, "layer_idx", None)
             if layer is not None:
                 module.register_buffer("kv_keys", keys[layer], persistent=False)
                 module.register_buffer("kv_values", values[layer], persistent=False)
+
+
+def _drawn(rows: Rows, chains: list[list[int]]) -> Drawn | None:
+    """What an entry drew: the tokens of its branches, or of its only chain."""
+    if rows.draw is None:
+        return None
+    if rows.draw.branches:
+        return Drawn(branches=[Drawn(tokens) for tokens in chains])
+    return Drawn(chains[0])

@@ -26,6 +26,8 @@ from outrider.sampling.row_params import fill_rows as fill_rows
 from outrider.types import SamplingParams
 
 MAX_VOCAB = 2**21
+CANDIDATES = 8
+"""How many tokens of a row `sample_candidates` finds."""
 
 _BLOCK = 2048
 _PROGRAMS = 528  # About four a multiprocessor.
@@ -41,6 +43,8 @@ _HALF = tl.constexpr(0x3F000000)  # The bits of 0.5.
 _LOWEST = tl.constexpr(2**27 - 1)
 _UNIT = tl.constexpr(2.0**60)
 _NO_BORDER = tl.constexpr(2**62)
+_ID = tl.constexpr(2**31 - 1)  # The bits of an id in a place in the race.
+_TAKEN = tl.constexpr(-(2**63))  # Below any place.
 _STATE = tl.constexpr(4)  # int64: order of the last token of top_k, of top_p; what is left; is cut
 _STATS = tl.constexpr(4)  # float32: highest logit, log of the sum, of the kept sum; see _peaks
 _TICKETS = tl.constexpr(16)
@@ -96,6 +100,36 @@ def sample_rows(
         PADDED=triton.next_power_of_2(parts),
     )
     return found.picks
+
+
+def sample_candidates(
+    logits: Tensor,  # [rows, vocab] float32 or bfloat16, rows contiguous
+    params: Tensor,  # [rows, ROW_WORDS] int32
+    *,
+    cuts: bool = True,
+) -> Tensor:  # [rows, CANDIDATES] int64
+    """The first of each row in the race of `sample_rows`, in order, the lowest id among equals."""
+    found = _find_cuts(logits, params, cuts)
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, _RACE_BLOCKS * _WORDS_PER_BLOCK)
+    places = torch.empty(rows, parts, CANDIDATES, dtype=torch.int64, device=logits.device)
+    candidates = torch.empty(rows, CANDIDATES, dtype=torch.int64, device=logits.device)
+    _race_places[(rows, parts)](
+        logits,
+        logits.stride(0),
+        params,
+        vocab,
+        found.state,
+        found.stats,
+        places,
+        found.tickets,
+        candidates,
+        CUTS=cuts,
+        BLOCKS=_RACE_BLOCKS,
+        COUNT=CANDIDATES,
+        PADDED=triton.next_power_of_2(parts * CANDIDATES),
+    )
+    return candidates
 
 
 def processed_rows(
@@ -385,22 +419,92 @@ def _race(  # type: ignore[no-untyped-def]
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     if _temperature(words, row) == 0.0:
         return
-    first = part * BLOCKS * 8
-    ids = first + tl.arange(0, BLOCKS * 8)
-    value = _processed(logits, stride, words, state, stats, row, ids, vocab, CUTS)
-    best = tl.max(value)
-    if best > -float("inf"):  # Where nothing is kept no noise is made.
-        score = value - libdevice.log(_noise(words, row, part * BLOCKS, BLOCKS))
-        best = tl.max(score)
-        first = tl.min(tl.where(score == best, ids, vocab - 1))
+    ids = part * BLOCKS * 8 + tl.arange(0, BLOCKS * 8)
+    score = _scores(logits, stride, words, state, stats, row, part, ids, vocab, CUTS, BLOCKS)
+    best = tl.max(score)
+    first = tl.min(tl.where(score == best, ids, vocab - 1))
     tl.store(scores + row * parts + part, best)
     tl.store(winners + row * parts + part, first)
     if _is_last(tickets, row, 2 + 2 * _LEVELS):
         there = tl.arange(0, PADDED)
         exists = there < parts
-        score = tl.load(scores + row * parts + there, mask=exists, other=-float("inf"))
+        bests = tl.load(scores + row * parts + there, mask=exists, other=-float("inf"))
         winner = tl.load(winners + row * parts + there, mask=exists, other=vocab)
-        tl.store(picks + row, tl.min(tl.where(score == tl.max(score), winner, vocab - 1)))
+        tl.store(picks + row, tl.min(tl.where(bests == tl.max(bests), winner, vocab - 1)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _race_places(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    words,
+    vocab,
+    state,
+    stats,
+    places,
+    tickets,
+    candidates,
+    CUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """The COUNT tokens with the highest score; a greedy row's scores are its logits."""
+    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    ids = part * BLOCKS * 8 + tl.arange(0, BLOCKS * 8)
+    score = _load(logits, stride, row, ids, vocab)
+    if _temperature(words, row) > 0.0:
+        score = _scores(logits, stride, words, state, stats, row, part, ids, vocab, CUTS, BLOCKS)
+    place = tl.arange(0, COUNT)
+    found = _highest(_place(score, ids), COUNT)
+    tl.store(places + (row * parts + part) * COUNT + place, found)
+    if _is_last(tickets, row, 2 + 2 * _LEVELS):
+        there = tl.arange(0, PADDED)
+        exists = there < parts * COUNT
+        joined = tl.load(places + row * parts * COUNT + there, mask=exists, other=_TAKEN)
+        winners = (_highest(joined, COUNT) & _ID) ^ _ID
+        tl.store(candidates + row * COUNT + place, winners)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    words,
+    state,
+    stats,
+    row,
+    part,
+    ids,
+    vocab,
+    CUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """log prob - log(exponential) of the tokens of one part of a row that is not greedy."""
+    score = _processed(logits, stride, words, state, stats, row, ids, vocab, CUTS)
+    if tl.max(score) > -float("inf"):  # Where nothing is kept no noise is made.
+        score -= libdevice.log(_noise(words, row, part * BLOCKS, BLOCKS))
+    return score
+
+
+@triton.jit
+def _place(score, ids):  # type: ignore[no-untyped-def]
+    """A place in a race as an integer of 64 bits: high scores are high, then low ids."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals 0.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # Negative floats grow with their bits.
+    return (ordered.to(tl.int64) << 32) | (ids ^ _ID).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _highest(places, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The highest of some places that differ from each other, in order: [COUNT]."""
+    turns = tl.arange(0, COUNT)
+    found = tl.zeros([COUNT], tl.int64)
+    for turn in range(COUNT):
+        best = tl.max(places)
+        found = tl.where(turns == turn, best, found)
+        places = tl.where(places == best, _TAKEN, places)
+    return found
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The CUDA runner's captured draws and loops against passes that the host steers one by one."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,24 +9,30 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from outrider.engine import drawing
+import triton
+
+from outrider.engine import cuda_runner, drawing
 from outrider.engine.cuda_drawing import can_draw
 from outrider.engine.cuda_runner import CudaRunner
 from outrider.engine.loading import load_model
-from outrider.engine.rows import Draw, Rows
+from outrider.engine.rows import Branch, Draw, Rows
 from outrider.engine.surgery import optimise
 from outrider.types import GenerationSpec, SamplingParams, VerificationMode
 
 VOCABULARY = 512
 BLOCKS_EACH = 8
 SEQUENCES = 40
+SCRATCH = 512
+"""Blocks behind those of the sequences, for branches."""
 
 
 @pytest.fixture(scope="module")
 def runner():
     loaded = load_model("synthetic:tiny,eps=0.5", tier="draft", dtype="bfloat16", device="cuda")
     optimise(loaded.model)
-    made = CudaRunner(loaded, num_blocks=BLOCKS_EACH * SEQUENCES, max_rows=256, max_context=256)
+    made = CudaRunner(
+        loaded, num_blocks=BLOCKS_EACH * SEQUENCES + SCRATCH, max_rows=256, max_context=256
+    )
     made.warm_up()
     return made
 
@@ -129,9 +136,108 @@ def test_every_number_of_sequences_and_every_k(runner, size):
                 assert runner.run(batch).drawn == drawing.run(batch, runner).drawn
 
 
-def test_nothing_is_allocated_or_compiled_after_warm_up(runner):
+def branching(chooser: Chooser, runner: CudaRunner, size: int) -> list[Rows]:
+    """Sequences that branch off their own guesses, some chains, and a prefill.
+
+    The guesses are drawn one by one in passes of one shape, so that each is the very first token
+    of its row's race also in the pass that branches.
+    """
+    batch = [branching_rows(chooser, index) for index in range(size)]
+    batch.insert(1, Rows([1, 2, 3], 0, chooser.blocks(size), 0))
+    for step in range(3):
+        guessed = runner.run([undrawn(rows) for rows in batch]).drawn
+        for rows, drawn in zip(batch, guessed, strict=True):
+            pending = rows.num_logits - 1
+            if drawn and step < pending:
+                rows.token_ids[step - pending] = drawn.token_ids[step]
+    free = BLOCKS_EACH * SEQUENCES
+    for index, rows in enumerate(batch):
+        count = rows.draw.scratch_blocks(runner.block_tokens) if rows.draw else 0
+        batch[index] = replace(rows, scratch=range(free, free + count))
+        free += count
+    return batch
+
+
+def branching_rows(chooser: Chooser, index: int) -> Rows:
+    """One of a few tokens before or behind the border of a block."""
+    choose = chooser.random.choice
+    spec = GenerationSpec(replace(chooser.sampling(), top_k=choose([0, 50])))
+    text = [chooser.random.randrange(VOCABULARY) for _ in range(choose([1, 5, 28, 29, 30, 31, 32]))]
+    pending = [0] * choose([0, 1, 3])
+    branches = tuple(
+        Branch(num_accepted, rank)
+        for num_accepted in range(len(pending) + 1)
+        for rank in range(choose([0, 1, 3, 7]))
+    )
+    pending = pending if branches else []
+    draw = Draw(spec, len(text), choose([1, 3, 6]), branches)
+    return Rows([*text, *pending], 0, chooser.blocks(index), len(pending) + 1, draw)
+
+
+def undrawn(rows: Rows) -> Rows:
+    """The same pass, with what it draws at its rows alone."""
+    draw = replace(rows.draw, steps=1, branches=()) if rows.draw else None
+    return replace(rows, draw=draw)
+
+
+def spoil(runner: CudaRunner) -> None:
+    """Fill the blocks of branches with what no row may read."""
+    for pool in runner._pools:
+        pool[:, BLOCKS_EACH * SEQUENCES :] = 1e4
+
+
+@pytest.fixture
+def lowest_first(monkeypatch):
+    """`topk`, which branches are ranked by, with the lowest id first among equals."""
+
+    def topk(tensor, count, **options):
+        found = torch.sort(tensor, descending=True, stable=True)
+        return type(found)((found.values[:, :count], found.indices[:, :count]))
+
+    monkeypatch.setattr(torch.Tensor, "topk", topk)
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_captured_branches_equal_those_of_passes_one_by_one(
+    runner, size, lowest_first, monkeypatch
+):
+    chooser = Chooser(seed=2000 + size)
+    tokens = 0
+    for _ in range(40):
+        batch = branching(chooser, runner, size)
+        with monkeypatch.context() as patched:
+            patched.delattr(cuda_runner, "drawing")  # Whoever falls back on it fails.
+            spoil(runner)
+            fast = runner.run(batch).drawn
+        spoil(runner)
+        assert fast == drawing.run(batch, runner).drawn
+        branches = [branch for drawn in fast if drawn for branch in drawn.branches]
+        tokens += sum(len(branch.token_ids) for branch in branches)
+    assert tokens > 200 * size
+
+
+def test_more_branches_than_rows_of_a_pass(runner, lowest_first):
+    """Passes are cut in two, each of the shape that half of the sequences alone have."""
+    draw = Draw(GenerationSpec(SamplingParams()), 7, 2, tuple(Branch(0, i) for i in range(7)))
+    batch = []
+    for index in range(SEQUENCES):
+        first = BLOCKS_EACH * SEQUENCES + 7 * index
+        blocks = [BLOCKS_EACH * index]
+        batch.append(Rows([index] * 7, 0, blocks, 1, draw, range(first, first + 7)))
+    half = SEQUENCES // 2
+    apart = runner.run(batch[:half]).drawn + runner.run(batch[half:]).drawn
+    assert runner.run(batch).drawn == apart
+
+
+def test_ranks_beyond_the_candidates_are_not_for_the_kernels():
+    spec = GenerationSpec(SamplingParams())
+    assert can_draw(Draw(spec, 5, 2, (Branch(0, 6),)))
+    assert not can_draw(Draw(spec, 5, 2, (Branch(0, 7),)))
+
+
+def test_nothing_is_allocated_or_compiled_after_warm_up(runner, monkeypatch):
     chooser = Chooser(seed=99)
-    batches = []
+    batches = [branching(chooser, runner, size) for size in (1, 2, 6, 1, 2, 6)]
     for index in range(200):
         batch = chooser.batch(size=chooser.random.randint(1, 8), max_steps=1 + 5 * (index % 2))
         if all(rows.draw is None or can_draw(rows.draw) for rows in batch):
@@ -139,12 +245,17 @@ def test_nothing_is_allocated_or_compiled_after_warm_up(runner):
     assert len(batches) > 30
     for batch in batches[:3]:
         runner.run(batch)
+    kernels = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **made: kernels.append(made["repr"])
+    )
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for batch in batches[3:]:
         runner.run(batch)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    assert not kernels
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 20])

@@ -11,7 +11,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.sampling import RowParams, coupled_picks, coupled_scores, processed_log_probs
-from outrider.sampling.cuda_sampler import SamplerInputs, processed_rows, sample_rows
+from outrider.sampling.cuda_sampler import (
+    CANDIDATES,
+    SamplerInputs,
+    processed_rows,
+    sample_candidates,
+    sample_rows,
+)
 from outrider.types import SamplingParams
 
 BORDER = 1e-6
@@ -155,6 +161,28 @@ def test_picks_are_the_eager_race_over_the_processed_rows_to_the_bit(kind):
     )
 
 
+@pytest.mark.parametrize("vocab", [1000, 128256])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "plateaus", "equal", "bfloat16", "banned"])
+def test_candidates_are_the_first_of_the_eager_race_to_the_bit(kind, vocab):
+    specs = every_mix(vocab, np.random.default_rng(5))
+    logits = make_logits(kind, len(specs), vocab).cuda()
+    params = inputs_of(specs)
+    scores = coupled_scores(processed_rows(logits, params), *seeds_and_positions(specs))
+    greedy = [row for row, (sampling, _) in enumerate(specs) if sampling.greedy]
+    scores[greedy] = logits[greedy].float()
+    expected = torch.sort(scores, descending=True, stable=True).indices[:, :CANDIDATES]
+    candidates = sample_candidates(logits, params)
+    assert torch.equal(candidates, expected)
+    assert torch.equal(candidates[:, 0], sample_rows(logits, params))
+
+
+def test_candidates_of_negative_logits_and_zeros_of_either_sign():
+    logits = -torch.arange(1.0, 2001.0)[None]
+    logits[0, [1500, 20, 700]] = torch.tensor([0.0, -0.0, 0.0])
+    candidates = sample_candidates(logits.cuda(), inputs_of([(SamplingParams(), [0])]), cuts=False)
+    assert candidates.tolist() == [[20, 700, 1500, 0, 1, 2, 3, 4]]
+
+
 def test_row_is_bit_equal_alone_and_beside_others():
     generator = np.random.default_rng(2)
     specs = every_mix(128256, generator)
@@ -176,6 +204,7 @@ def test_many_runs_give_the_same_bits():
     for _ in range(30):
         assert torch.equal(processed_rows(logits, params), first)
         assert torch.equal(sample_rows(logits, params), picks)
+        assert torch.equal(sample_candidates(logits, params)[:, 0], picks)
 
 
 def test_graph_replays_with_new_parameters_and_logits():
