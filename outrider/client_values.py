@@ -1,6 +1,6 @@
 """What the client takes and gives: frozen values, and how the chunks of a stream join."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import InternalError
@@ -43,6 +43,7 @@ class GenerationOptions:
     num_speculative_tokens: int | None = None
     proposer: str = ""
     fan_out: int | None = None
+    report_rounds: bool = False
     logprobs: int | None = None
     model: str = ""
     adapter: str = ""
@@ -78,6 +79,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """One round, and what the controller made of it; fields as in generation.proto."""
+
+    proposed: int = 0
+    accepted: int = 0
+    draft_us: int = 0
+    verify_us: int = 0
+    round_us: int = 0
+    batch_rows: int = 0
+    context_len: int = 0
+    hit: bool | None = None
+    next_num_speculative_tokens: int = 0
+    next_fan_out: int = 0
+    next_proposer: str = ""
+    expected_tokens_per_s: float = 0.0
+    plain_tokens_per_s: float = 0.0
+    inputs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationChunk:
     """One response of a stream.
 
@@ -100,6 +121,7 @@ class GenerationChunk:
     usage: Usage | None = None
     cut_text: str = ""
     matched_stop: str = ""
+    rounds: tuple[RoundReport, ...] = ()
     elapsed_s: float = 0.0
 
 
@@ -118,6 +140,7 @@ class Completion:
     usage: Usage
     cut_text: str
     matched_stop: str
+    rounds: tuple[RoundReport, ...]
     ttft_s: float | None
     last_token_s: float | None
     total_s: float
@@ -202,6 +225,7 @@ def collect(chunks: Iterable[GenerationChunk]) -> Completion:
         usage=last.usage,
         cut_text=last.cut_text,
         matched_stop=last.matched_stop,
+        rounds=tuple(report for chunk in seen for report in chunk.rounds),
         ttft_s=times[0] if times else None,
         last_token_s=times[-1] if times else None,
         total_s=last.elapsed_s,

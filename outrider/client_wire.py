@@ -13,6 +13,7 @@ from outrider.client_values import (
     GenerationRecord,
     Message,
     Prompt,
+    RoundReport,
     Session,
     TimeStats,
     Usage,
@@ -80,6 +81,7 @@ def chunk_from(response: generation_pb2.GenerateResponse, elapsed_s: float) -> G
         speculation=wire.stats_from_proto(response.speculation),
         finish_reason=wire.reason_from_proto(response.finish_reason),
         usage=_usage(response.usage) if response.HasField("usage") else None,
+        rounds=tuple(map(_round, response.rounds)),
         elapsed_s=elapsed_s,
     )
 
@@ -90,6 +92,15 @@ def session_from(response: generation_pb2.GetSessionResponse) -> Session:
         for g in response.generations
     )
     return values_from(Session, response, generations=records)
+
+
+def _round(report: generation_pb2.RoundReport) -> RoundReport:
+    return values_from(
+        RoundReport,
+        report,
+        hit=report.hit if report.HasField("hit") else None,
+        inputs=dict(report.inputs),
+    )
 
 
 def _usage(usage: generation_pb2.Usage) -> Usage:

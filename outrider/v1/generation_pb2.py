@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"x\n\nPromptPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x42\x06\n\x04part\"\xa0\x01\n\x0cStopCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0cstop_strings\x18\x04 \x03(\t\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xb5\x01\n\x12SpeculationOptions\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08proposer\x18\x03 \x01(\t\x12\x14\n\x07\x66\x61n_out\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x19\n\x17_num_speculative_tokensB\n\n\x08_fan_out\"\xca\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\'\n\x06prompt\x18\x04 \x03(\x0b\x32\x17.outrider.v1.PromptPart\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.outrider.v1.StopCriteria\x12\x34\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ckeep_session\x18\t \x01(\x08\x12\x12\n\nrequest_id\x18\n \x01(\tB\x0b\n\t_logprobs\"\x93\x02\n\x10SpeculationStats\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x11\n\trecovered\x18\x04 \x01(\r\x12\r\n\x05\x62onus\x18\x05 \x01(\r\x12\r\n\x05plain\x18\x06 \x01(\r\x12\x1c\n\x14proposed_by_position\x18\x07 \x03(\r\x12\x1c\n\x14\x61\x63\x63\x65pted_by_position\x18\x08 \x03(\r\x12\x19\n\x11\x64ropped_proposals\x18\t \x01(\r\x12\x17\n\x0f\x66\x61llback_rounds\x18\n \x01(\r\x12\x13\n\x0b\x62uffer_hits\x18\x0b \x01(\r\x12\x15\n\rbuffer_misses\x18\x0c \x01(\r\"\xd5\x01\n\tTimeStats\x12\x10\n\x08\x64raft_us\x18\x01 \x01(\x04\x12\x11\n\tverify_us\x18\x02 \x01(\x04\x12\x18\n\x10\x64raft_compute_us\x18\x03 \x01(\x04\x12\x19\n\x11verify_compute_us\x18\x04 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\x05 \x01(\x04\x12\x10\n\x08total_us\x18\x06 \x01(\x04\x12\x17\n\x0f\x64raft_worker_us\x18\x07 \x01(\x04\x12\x18\n\x10verify_worker_us\x18\x08 \x01(\x04\x12\x11\n\trounds_us\x18\t \x01(\x04\"\xb1\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12$\n\x04time\x18\x05 \x01(\x0b\x32\x16.outrider.v1.TimeStats\"G\n\x0bTextSegment\x12\x0e\n\x06length\x18\x01 \x01(\r\x12(\n\x06source\x18\x02 \x01(\x0e\x32\x18.outrider.v1.TokenSource\"\xd4\x03\n\x10GenerateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ompletion_index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\rtoken_sources\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x0c\n\x04text\x18\x06 \x01(\t\x12/\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x0f\n\x07\x64urable\x18\x08 \x01(\x08\x12\x30\n\rfinish_reason\x18\t \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x32\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12!\n\x05usage\x18\x0c \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x10\n\x08\x63ut_text\x18\r \x01(\t\x12\x14\n\x0cmatched_stop\x18\x0e \x01(\t\x12/\n\rtext_segments\x18\x0f \x03(\x0b\x32\x18.outrider.v1.TextSegment\"?\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_tokens\x18\x02 \x01(\x08\"\xdf\x01\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x12\n\nprompt_end\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\"\xac\x01\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12,\n\x0bgenerations\x18\x05 \x03(\x0b\x32\x17.outrider.v1.Generation\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x13\n\x0bttl_seconds\x18\x07 \x01(\r\"\x13\n\x11ListModelsRequest\"\xec\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tproposers\x18\x08 \x03(\t\x12&\n\x1e\x64\x65\x66\x61ult_num_speculative_tokens\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model\"I\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06prompt\x18\x02 \x03(\x0b\x32\x17.outrider.v1.PromptPart\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r*\xbf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x04\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x05\x32\xc5\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12M\n\nGetSession\x12\x1e.outrider.v1.GetSessionRequest\x1a\x1f.outrider.v1.GetSessionResponse\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.outrider.v1.TokenizeRequest\x1a\x1d.outrider.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"x\n\nPromptPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x42\x06\n\x04part\"\xa0\x01\n\x0cStopCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0cstop_strings\x18\x04 \x03(\t\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xcc\x01\n\x12SpeculationOptions\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08proposer\x18\x03 \x01(\t\x12\x14\n\x07\x66\x61n_out\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x15\n\rreport_rounds\x18\x05 \x01(\x08\x42\x19\n\x17_num_speculative_tokensB\n\n\x08_fan_out\"\xca\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\'\n\x06prompt\x18\x04 \x03(\x0b\x32\x17.outrider.v1.PromptPart\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.outrider.v1.StopCriteria\x12\x34\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ckeep_session\x18\t \x01(\x08\x12\x12\n\nrequest_id\x18\n \x01(\tB\x0b\n\t_logprobs\"\x93\x02\n\x10SpeculationStats\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x11\n\trecovered\x18\x04 \x01(\r\x12\r\n\x05\x62onus\x18\x05 \x01(\r\x12\r\n\x05plain\x18\x06 \x01(\r\x12\x1c\n\x14proposed_by_position\x18\x07 \x03(\r\x12\x1c\n\x14\x61\x63\x63\x65pted_by_position\x18\x08 \x03(\r\x12\x19\n\x11\x64ropped_proposals\x18\t \x01(\r\x12\x17\n\x0f\x66\x61llback_rounds\x18\n \x01(\r\x12\x13\n\x0b\x62uffer_hits\x18\x0b \x01(\r\x12\x15\n\rbuffer_misses\x18\x0c \x01(\r\"\xd5\x01\n\tTimeStats\x12\x10\n\x08\x64raft_us\x18\x01 \x01(\x04\x12\x11\n\tverify_us\x18\x02 \x01(\x04\x12\x18\n\x10\x64raft_compute_us\x18\x03 \x01(\x04\x12\x19\n\x11verify_compute_us\x18\x04 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\x05 \x01(\x04\x12\x10\n\x08total_us\x18\x06 \x01(\x04\x12\x17\n\x0f\x64raft_worker_us\x18\x07 \x01(\x04\x12\x18\n\x10verify_worker_us\x18\x08 \x01(\x04\x12\x11\n\trounds_us\x18\t \x01(\x04\"\xb1\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12$\n\x04time\x18\x05 \x01(\x0b\x32\x16.outrider.v1.TimeStats\"G\n\x0bTextSegment\x12\x0e\n\x06length\x18\x01 \x01(\r\x12(\n\x06source\x18\x02 \x01(\x0e\x32\x18.outrider.v1.TokenSource\"\x9d\x03\n\x0bRoundReport\x12\x10\n\x08proposed\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x11\n\tverify_us\x18\x04 \x01(\x04\x12\x10\n\x08round_us\x18\x05 \x01(\x04\x12\x12\n\nbatch_rows\x18\x06 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x07 \x01(\r\x12\x10\n\x03hit\x18\x08 \x01(\x08H\x00\x88\x01\x01\x12#\n\x1bnext_num_speculative_tokens\x18\t \x01(\r\x12\x14\n\x0cnext_fan_out\x18\n \x01(\r\x12\x15\n\rnext_proposer\x18\x0b \x01(\t\x12\x1d\n\x15\x65xpected_tokens_per_s\x18\x0c \x01(\x01\x12\x1a\n\x12plain_tokens_per_s\x18\r \x01(\x01\x12\x34\n\x06inputs\x18\x0e \x03(\x0b\x32$.outrider.v1.RoundReport.InputsEntry\x1a-\n\x0bInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x06\n\x04_hit\"\xfe\x03\n\x10GenerateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ompletion_index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\rtoken_sources\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x0c\n\x04text\x18\x06 \x01(\t\x12/\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x0f\n\x07\x64urable\x18\x08 \x01(\x08\x12\x30\n\rfinish_reason\x18\t \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x32\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12!\n\x05usage\x18\x0c \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x10\n\x08\x63ut_text\x18\r \x01(\t\x12\x14\n\x0cmatched_stop\x18\x0e \x01(\t\x12/\n\rtext_segments\x18\x0f \x03(\x0b\x32\x18.outrider.v1.TextSegment\x12(\n\x06rounds\x18\x10 \x03(\x0b\x32\x18.outrider.v1.RoundReport\"?\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_tokens\x18\x02 \x01(\x08\"\xdf\x01\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x12\n\nprompt_end\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\"\xac\x01\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12,\n\x0bgenerations\x18\x05 \x03(\x0b\x32\x17.outrider.v1.Generation\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x13\n\x0bttl_seconds\x18\x07 \x01(\r\"\x13\n\x11ListModelsRequest\"\xec\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tproposers\x18\x08 \x03(\t\x12&\n\x1e\x64\x65\x66\x61ult_num_speculative_tokens\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model\"I\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06prompt\x18\x02 \x03(\x0b\x32\x17.outrider.v1.PromptPart\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r*\xbf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x04\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x05\x32\xc5\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12M\n\nGetSession\x12\x1e.outrider.v1.GetSessionRequest\x1a\x1f.outrider.v1.GetSessionResponse\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.outrider.v1.TokenizeRequest\x1a\x1d.outrider.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3121
-  _globals['_FINISHREASON']._serialized_end=3312
+  _globals['_ROUNDREPORT_INPUTSENTRY']._loaded_options = None
+  _globals['_ROUNDREPORT_INPUTSENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3602
+  _globals['_FINISHREASON']._serialized_end=3793
   _globals['_CHATMESSAGE']._serialized_start=71
   _globals['_CHATMESSAGE']._serialized_end=115
   _globals['_CHATMESSAGES']._serialized_start=117
@@ -45,35 +47,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCRITERIA']._serialized_start=325
   _globals['_STOPCRITERIA']._serialized_end=485
   _globals['_SPECULATIONOPTIONS']._serialized_start=488
-  _globals['_SPECULATIONOPTIONS']._serialized_end=669
-  _globals['_GENERATEREQUEST']._serialized_start=672
-  _globals['_GENERATEREQUEST']._serialized_end=1002
-  _globals['_SPECULATIONSTATS']._serialized_start=1005
-  _globals['_SPECULATIONSTATS']._serialized_end=1280
-  _globals['_TIMESTATS']._serialized_start=1283
-  _globals['_TIMESTATS']._serialized_end=1496
-  _globals['_USAGE']._serialized_start=1499
-  _globals['_USAGE']._serialized_end=1676
-  _globals['_TEXTSEGMENT']._serialized_start=1678
-  _globals['_TEXTSEGMENT']._serialized_end=1749
-  _globals['_GENERATERESPONSE']._serialized_start=1752
-  _globals['_GENERATERESPONSE']._serialized_end=2220
-  _globals['_GETSESSIONREQUEST']._serialized_start=2222
-  _globals['_GETSESSIONREQUEST']._serialized_end=2285
-  _globals['_GENERATION']._serialized_start=2288
-  _globals['_GENERATION']._serialized_end=2511
-  _globals['_GETSESSIONRESPONSE']._serialized_start=2514
-  _globals['_GETSESSIONRESPONSE']._serialized_end=2686
-  _globals['_LISTMODELSREQUEST']._serialized_start=2688
-  _globals['_LISTMODELSREQUEST']._serialized_end=2707
-  _globals['_MODEL']._serialized_start=2710
-  _globals['_MODEL']._serialized_end=2946
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2948
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3004
-  _globals['_TOKENIZEREQUEST']._serialized_start=3006
-  _globals['_TOKENIZEREQUEST']._serialized_end=3079
-  _globals['_TOKENIZERESPONSE']._serialized_start=3081
-  _globals['_TOKENIZERESPONSE']._serialized_end=3118
-  _globals['_GENERATIONSERVICE']._serialized_start=3315
-  _globals['_GENERATIONSERVICE']._serialized_end=3640
+  _globals['_SPECULATIONOPTIONS']._serialized_end=692
+  _globals['_GENERATEREQUEST']._serialized_start=695
+  _globals['_GENERATEREQUEST']._serialized_end=1025
+  _globals['_SPECULATIONSTATS']._serialized_start=1028
+  _globals['_SPECULATIONSTATS']._serialized_end=1303
+  _globals['_TIMESTATS']._serialized_start=1306
+  _globals['_TIMESTATS']._serialized_end=1519
+  _globals['_USAGE']._serialized_start=1522
+  _globals['_USAGE']._serialized_end=1699
+  _globals['_TEXTSEGMENT']._serialized_start=1701
+  _globals['_TEXTSEGMENT']._serialized_end=1772
+  _globals['_ROUNDREPORT']._serialized_start=1775
+  _globals['_ROUNDREPORT']._serialized_end=2188
+  _globals['_ROUNDREPORT_INPUTSENTRY']._serialized_start=2135
+  _globals['_ROUNDREPORT_INPUTSENTRY']._serialized_end=2180
+  _globals['_GENERATERESPONSE']._serialized_start=2191
+  _globals['_GENERATERESPONSE']._serialized_end=2701
+  _globals['_GETSESSIONREQUEST']._serialized_start=2703
+  _globals['_GETSESSIONREQUEST']._serialized_end=2766
+  _globals['_GENERATION']._serialized_start=2769
+  _globals['_GENERATION']._serialized_end=2992
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2995
+  _globals['_GETSESSIONRESPONSE']._serialized_end=3167
+  _globals['_LISTMODELSREQUEST']._serialized_start=3169
+  _globals['_LISTMODELSREQUEST']._serialized_end=3188
+  _globals['_MODEL']._serialized_start=3191
+  _globals['_MODEL']._serialized_end=3427
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3429
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3485
+  _globals['_TOKENIZEREQUEST']._serialized_start=3487
+  _globals['_TOKENIZEREQUEST']._serialized_end=3560
+  _globals['_TOKENIZERESPONSE']._serialized_start=3562
+  _globals['_TOKENIZERESPONSE']._serialized_end=3599
+  _globals['_GENERATIONSERVICE']._serialized_start=3796
+  _globals['_GENERATIONSERVICE']._serialized_end=4121
 # @@protoc_insertion_point(module_scope)

@@ -68,16 +68,18 @@ class StopCriteria(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("mode", "num_speculative_tokens", "proposer", "fan_out")
+    __slots__ = ("mode", "num_speculative_tokens", "proposer", "fan_out", "report_rounds")
     MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.VerificationMode
     num_speculative_tokens: int
     proposer: str
     fan_out: int
-    def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ..., fan_out: _Optional[int] = ...) -> None: ...
+    report_rounds: bool
+    def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ..., fan_out: _Optional[int] = ..., report_rounds: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("session_id", "model", "adapter", "prompt", "sampling", "stop", "speculation", "logprobs", "keep_session", "request_id")
@@ -175,8 +177,47 @@ class TextSegment(_message.Message):
     source: _common_pb2.TokenSource
     def __init__(self, length: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.TokenSource, str]] = ...) -> None: ...
 
+class RoundReport(_message.Message):
+    __slots__ = ("proposed", "accepted", "draft_us", "verify_us", "round_us", "batch_rows", "context_len", "hit", "next_num_speculative_tokens", "next_fan_out", "next_proposer", "expected_tokens_per_s", "plain_tokens_per_s", "inputs")
+    class InputsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    ROUND_US_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PROPOSER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    proposed: int
+    accepted: int
+    draft_us: int
+    verify_us: int
+    round_us: int
+    batch_rows: int
+    context_len: int
+    hit: bool
+    next_num_speculative_tokens: int
+    next_fan_out: int
+    next_proposer: str
+    expected_tokens_per_s: float
+    plain_tokens_per_s: float
+    inputs: _containers.ScalarMap[str, float]
+    def __init__(self, proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., round_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., context_len: _Optional[int] = ..., hit: bool = ..., next_num_speculative_tokens: _Optional[int] = ..., next_fan_out: _Optional[int] = ..., next_proposer: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., plain_tokens_per_s: _Optional[float] = ..., inputs: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class GenerateResponse(_message.Message):
-    __slots__ = ("session_id", "completion_index", "offset", "token_ids", "token_sources", "text", "logprobs", "durable", "finish_reason", "seed", "speculation", "usage", "cut_text", "matched_stop", "text_segments")
+    __slots__ = ("session_id", "completion_index", "offset", "token_ids", "token_sources", "text", "logprobs", "durable", "finish_reason", "seed", "speculation", "usage", "cut_text", "matched_stop", "text_segments", "rounds")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +233,7 @@ class GenerateResponse(_message.Message):
     CUT_TEXT_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     TEXT_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     completion_index: int
     offset: int
@@ -207,7 +249,8 @@ class GenerateResponse(_message.Message):
     cut_text: str
     matched_stop: str
     text_segments: _containers.RepeatedCompositeFieldContainer[TextSegment]
-    def __init__(self, session_id: _Optional[str] = ..., completion_index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_sources: _Optional[_Iterable[_Union[_common_pb2.TokenSource, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., durable: bool = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., cut_text: _Optional[str] = ..., matched_stop: _Optional[str] = ..., text_segments: _Optional[_Iterable[_Union[TextSegment, _Mapping]]] = ...) -> None: ...
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundReport]
+    def __init__(self, session_id: _Optional[str] = ..., completion_index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_sources: _Optional[_Iterable[_Union[_common_pb2.TokenSource, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., durable: bool = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., cut_text: _Optional[str] = ..., matched_stop: _Optional[str] = ..., text_segments: _Optional[_Iterable[_Union[TextSegment, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
     __slots__ = ("session_id", "include_tokens")

@@ -7,6 +7,7 @@ k; the adaptive one is `outrider.speculation.AdaptiveController`.
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.speculation.length import Decision
 from outrider.speculation.observation import Observation
 
 ALWAYS = 1 << 31
@@ -19,6 +20,10 @@ class Controller(Protocol):
     @property
     def fan_out(self) -> int:
         """Outcomes of the next round that the draft prepares for; 0: none."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """The numbers behind what it wants; None where that is given."""
 
     def next_length(self) -> int:
         """Guesses for the next round; 0 decodes plainly."""
@@ -39,6 +44,7 @@ class FixedLength:
 
     num_speculative_tokens: int
     fan_out: int = 0
+    decision: Decision | None = None
 
     def next_length(self) -> int:
         return self.num_speculative_tokens

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.remote.session import RemoteSession, Spent
+from outrider.speculation.length import Decision
 from outrider.speculation.observation import Observation
 from outrider.token_log import TokenLog
 from outrider.types import (
@@ -71,16 +72,30 @@ class RoundTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """A round as it was seen, and what the controller wants after it."""
+
+    seen: Observation
+    next_length: int
+    next_fan_out: int
+    decision: Decision | None
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What some rounds brought: what may be told, how it came about, how long it took."""
 
     released: Released
     stats: SpeculationStats
     times: RoundTimes
+    rounds: tuple[RoundRecord, ...] = ()
 
     def __add__(self, later: "Piece") -> "Piece":
         return Piece(
-            self.released + later.released, self.stats + later.stats, self.times + later.times
+            self.released + later.released,
+            self.stats + later.stats,
+            self.times + later.times,
+            self.rounds + later.rounds,
         )
 
 
@@ -93,8 +108,7 @@ class _Outcome:
     dropped: int
     failed: int
     """Rounds that went without a proposal because the proposer failed."""
-    buffer: tuple[bool | None, ...] = ()
-    """Of each round, whether its proposal had been prepared; None where that was not tried."""
+    rounds: tuple[RoundRecord, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -194,21 +208,21 @@ class Decoder:
         waited_us = sum(report.wait_us for report in reports)
         verify_us = max(_elapsed_us(started) - waited_us, 0)
         rounds_us = _elapsed_us(self._round_ended)
+        records = []
         for round_, report in zip(rounds, reports, strict=True):
             self.log.append(round_.verdict.token_ids)
-            self.controller.observe(
-                Observation(
-                    num_proposed=round_.verdict.num_proposed,
-                    num_accepted=round_.verdict.num_accepted,
-                    draft_s=(draft_us + report.wait_us) / 1e6,
-                    verify_s=verify_us / 1e6 / len(rounds),
-                    batch_rows=round_.spent.batch_rows,
-                    context_len=len(self.log),
-                    hit=report.hit,
-                    round_s=rounds_us / 1e6 / len(rounds),
-                    proposal_s=report.worker_us / 1e6,
-                )
+            seen = Observation(
+                num_proposed=round_.verdict.num_proposed,
+                num_accepted=round_.verdict.num_accepted,
+                draft_s=(draft_us + report.wait_us) / 1e6,
+                verify_s=verify_us / 1e6 / len(rounds),
+                batch_rows=round_.spent.batch_rows,
+                context_len=len(self.log),
+                hit=report.hit,
+                round_s=rounds_us / 1e6 / len(rounds),
+                proposal_s=report.worker_us / 1e6,
             )
+            records.append(self._observe(seen))
         self._tune()
         times = RoundTimes(
             rounds_us=rounds_us,
@@ -224,7 +238,12 @@ class Decoder:
         dropped += isinstance(failure, DeadlineExceeded) + sum(r.dropped for r in reports)
         failed = int(failure is not None) + sum(report.failed for report in reports)
         verdicts = tuple(round_.verdict for round_ in rounds)
-        return _Outcome(verdicts, times, dropped, failed, tuple(r.hit for r in reports))
+        return _Outcome(verdicts, times, dropped, failed, tuple(records))
+
+    def _observe(self, seen: Observation) -> RoundRecord:
+        controller = self.controller
+        controller.observe(seen)
+        return RoundRecord(seen, controller.next_length(), controller.fan_out, controller.decision)
 
     def _piece(self, outcome: "_Outcome") -> Piece:
         before = self.output.num_taken
@@ -237,15 +256,16 @@ class Decoder:
         counted = SpeculationStats(
             dropped_proposals=outcome.dropped,
             fallback_rounds=outcome.failed,
-            buffer_hits=outcome.buffer.count(True),
-            buffer_misses=outcome.buffer.count(False),
+            buffer_hits=sum(record.seen.hit is True for record in outcome.rounds),
+            buffer_misses=sum(record.seen.hit is False for record in outcome.rounds),
         )
         # Rounds that a target went on with behind the end have told nothing.
         ends = itertools.accumulate(len(verdict.token_ids) for verdict in verdicts)
         starts = [0, *ends][:-1]
         taken = self.output.num_taken - before
         told = [v for v, start in zip(verdicts, starts, strict=True) if start < taken]
-        return Piece(released, sum(map(round_stats, told), counted), outcome.times)
+        stats = sum(map(round_stats, told), counted)
+        return Piece(released, stats, outcome.times, outcome.rounds[: len(told)])
 
     @property
     def _left(self) -> int:

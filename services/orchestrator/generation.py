@@ -26,7 +26,13 @@ from outrider.wire import (
     stats_to_proto,
 )
 from services.orchestrator.controller import FixedLength
-from services.orchestrator.decoder import Decoder, DirectDraft, Piece, RoundTimes
+from services.orchestrator.decoder import (
+    Decoder,
+    DirectDraft,
+    Piece,
+    RoundRecord,
+    RoundTimes,
+)
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.proposers import NGRAM, DraftModel, NgramLookup, Proposer
 from services.orchestrator.requests import GenerationPlan
@@ -308,6 +314,8 @@ class Generation:
             cut_text=released.cut_text,
             matched_stop=released.matched_stop,
         )
+        if self._plan.report_rounds:
+            response.rounds.extend(map(_round_to_proto, piece.rounds))
         if released.finish_reason is not None:
             response.finish_reason = reason_to_proto(released.finish_reason)
             response.usage.CopyFrom(self._usage())
@@ -354,3 +362,26 @@ class Generation:
                 "seconds": round(time.monotonic() - self._arrived, 3),
             },
         )
+
+
+def _round_to_proto(record: RoundRecord) -> generation_pb2.RoundReport:
+    seen, decision = record.seen, record.decision
+    report = generation_pb2.RoundReport(
+        proposed=seen.num_proposed,
+        accepted=seen.num_accepted,
+        draft_us=int(seen.draft_s * 1e6),
+        verify_us=int(seen.verify_s * 1e6),
+        round_us=int(seen.total_s * 1e6),
+        batch_rows=seen.batch_rows,
+        context_len=seen.context_len,
+        next_num_speculative_tokens=record.next_length,
+        next_fan_out=record.next_fan_out,
+    )
+    if seen.hit is not None:
+        report.hit = seen.hit
+    if decision is not None:
+        report.next_proposer = decision.proposer
+        report.expected_tokens_per_s = decision.tokens_per_s
+        report.plain_tokens_per_s = decision.plain_tokens_per_s
+        report.inputs.update(decision.inputs)
+    return report

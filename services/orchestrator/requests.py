@@ -45,6 +45,7 @@ class GenerationPlan:
     proposer: str
     fan_out: int | None
     """None: where it pays, as many as the server's default."""
+    report_rounds: bool
     logprobs: int | None
 
     @property
@@ -131,6 +132,7 @@ def plan_generation(
         num_speculative_tokens=length,
         proposer=proposer,
         fan_out=options.fan_out if options.HasField("fan_out") else None,
+        report_rounds=options.report_rounds,
         logprobs=logprobs,
     )
 

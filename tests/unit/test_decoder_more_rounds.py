@@ -462,6 +462,7 @@ class Moody:
 
     chance: random.Random
     fan_out: int = 0
+    decision: None = None
 
     def next_length(self) -> int:
         return self.chance.choice((0, 0, 0, 0, 4))
