@@ -49,8 +49,6 @@ async def main() -> None:
         env={
             "OUTRIDER_TARGET_DEVICE": target_device,
             "OUTRIDER_DRAFT_DEVICE": draft_device,
-            "OUTRIDER_TARGET_QUANTIZE": target_weights,
-            "OUTRIDER_DRAFT_QUANTIZE": draft_weights,
             "OUTRIDER_ORCHESTRATOR_DRAFTING": "relayed" if args.relayed else "direct",
             "OUTRIDER_TARGET_CONTEXT_LENGTH": "2048",
             "OUTRIDER_DRAFT_CONTEXT_LENGTH": "2048",
@@ -60,7 +58,9 @@ async def main() -> None:
             "OUTRIDER_DRAFT_GATHER_PASSES": str(args.gather),
             "OUTRIDER_TARGET_MAX_ROWS": "256",
             "OUTRIDER_DRAFT_MAX_ROWS": "256",
-        },
+        }
+        | ({"OUTRIDER_TARGET_QUANTIZE": target_weights} if target_weights != "none" else {})
+        | ({"OUTRIDER_DRAFT_QUANTIZE": draft_weights} if draft_weights != "none" else {}),
     )
     started = time.monotonic()
     async with LocalStack(

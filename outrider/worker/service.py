@@ -114,6 +114,8 @@ def _build(
     )
     if loaded.device.type == "cpu":
         cpu_kernels.load(cache_dir)
+    else:
+        torch.cuda.set_device(loaded.device)  # Graphs are captured on the thread's device.
     if config.model_name:
         loaded = loaded.named(config.model_name)
     optimise(loaded.model)

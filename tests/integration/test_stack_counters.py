@@ -7,7 +7,7 @@ import pytest
 
 from outrider.client import GenerationChunk, collect
 from outrider.types import Proposal, SpeculationStats, TokenSource
-from scripted_workers import Ask, Guessing, Say, Script, Truth
+from scripted_workers import Ask, Guessing, Rig, Say, Script, Truth
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
 
@@ -153,3 +153,23 @@ async def test_tokens_cut_off_at_the_end_are_not_emitted_but_were_verified(
         assert (done.stats.rounds, done.stats.plain) == (2 if place < 10 else 3, 1)
         assert done.stats.proposed == done.stats.accepted == 8 and done.stats.bonus == 1
         assert len(done.sources) == place + 1
+
+
+@pytest.mark.parametrize("fan_out", [0, 8])
+async def test_rounds_are_reported_one_by_one(stack: Rig, fan_out: int) -> None:
+    options = {"max_tokens": 30, "num_speculative_tokens": 4, "fan_out": fan_out}
+    silent = await stack.complete("tell me", **options)
+    assert silent.rounds == ()
+    done = await stack.complete("tell me", report_rounds=True, **options)
+    stats = done.stats
+    assert len(done.rounds) == stats.rounds > 3
+    assert sum(r.proposed for r in done.rounds) == stats.proposed > 0
+    assert sum(r.accepted for r in done.rounds) == stats.accepted > 0
+    assert sum(r.hit is True for r in done.rounds) == stats.buffer_hits
+    assert sum(r.hit is False for r in done.rounds) == stats.buffer_misses
+    assert (stats.buffer_hits + stats.buffer_misses > 0) is (fan_out > 0)
+    assert all(r.round_us > 0 and r.batch_rows > r.proposed for r in done.rounds)
+    lengths = [r.context_len for r in done.rounds]
+    assert lengths == sorted(lengths) and {r.next_num_speculative_tokens for r in done.rounds} == {
+        4
+    }
