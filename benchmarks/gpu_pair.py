@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from outrider.cli.stack import LocalStack, StackConfig
 from outrider.client import Completion, GenerationOptions, OutriderClient
+from outrider.worker.gathering import DEFAULT_MAX_PASSES
 
 VOCABULARY = 128_256
 PROMPT_TOKENS = 64
@@ -121,13 +122,20 @@ def rounds_of(done: list[Completion]) -> str:
     stats, time_ = done[0].stats, done[0].usage.time
     rounds = max(stats.rounds, 1)
     hits = stats.buffer_hit_rate
-    whole, waited, drafting, verifying = (
+    whole, waited, inside, drafting, verifying = (
         us / rounds / 1e3
-        for us in (time_.rounds_us, time_.draft_us, time_.draft_compute_us, time_.verify_compute_us)
+        for us in (
+            time_.rounds_us,
+            time_.draft_us,
+            time_.draft_worker_us,
+            time_.draft_compute_us,
+            time_.verify_compute_us,
+        )
     )
     return (
         f"mean acceptance length {stats.mean_acceptance_length:.2f}, round {whole:.2f} ms: draft "
-        f"waited for {waited:.2f} (computing {drafting:.2f}), verify {verifying:.2f}"
+        f"waited for {waited:.2f} (of it in the draft {inside:.2f}; computing {drafting:.2f}), "
+        f"verify {verifying:.2f}"
         + (f"; buffer hit {hits:.2f}" if hits is not None else "")
         + f"; first token {statistics.median(d.ttft_s or 0 for d in done) * 1e3:.0f} ms"
     )
@@ -179,8 +187,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-memory", default="8GiB")
-    parser.add_argument("--gather", type=float, default=4.0, help="see --gather-passes of workers")
-    return parser.parse_args()
+    parser.add_argument(
+        "--gather",
+        type=float,
+        help="see --gather-passes of workers; by default 4 on one device, else what workers have",
+    )
+    args = parser.parse_args()
+    target_device, draft_device = args.devices.split(",")
+    args.gather = args.gather or (4.0 if target_device == draft_device else DEFAULT_MAX_PASSES)
+    return args
 
 
 def variants(text: str) -> list[Variant]:

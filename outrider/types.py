@@ -141,15 +141,6 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a verification may end, and the proposal for the base that this gives."""
-
-    num_accepted: int
-    token_id: int
-    proposal: Proposal
-
-
-@dataclass(frozen=True, slots=True)
 class DraftPlan:
     """Where a target gets proposals by itself; fields as in worker.proto."""
 

@@ -18,7 +18,6 @@ from outrider.types import (
     DraftReport,
     FinishReason,
     GenerationSpec,
-    Outcome,
     PositionLogprobs,
     Proposal,
     SamplingParams,
@@ -222,24 +221,6 @@ def _sparse_from_proto(
     require(min(weights) >= 1 and max(weights) <= 65535, "a weight is not in [1, 65535]", field)
     require(guess in ids, f"guess {guess} is not in its own distribution", field)
     return SparseDistribution(ids, weights)
-
-
-def outcome_to_proto(outcome: Outcome) -> worker_pb2.Outcome:
-    return worker_pb2.Outcome(
-        num_accepted=outcome.num_accepted,
-        token_id=outcome.token_id,
-        proposal=proposal_to_proto(outcome.proposal),
-    )
-
-
-def outcomes_from_proto(
-    messages: Iterable[worker_pb2.Outcome], *, vocab_size: int
-) -> tuple[Outcome, ...]:
-    """Outcomes whose proposals are right; ids that the vocabulary lacks can never come about."""
-    return tuple(
-        Outcome(m.num_accepted, m.token_id, proposal_from_proto(m.proposal, vocab_size=vocab_size))
-        for m in messages
-    )
 
 
 def plan_to_proto(plan: DraftPlan) -> worker_pb2.DraftPlan:

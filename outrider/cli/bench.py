@@ -126,7 +126,7 @@ async def _open_system(
     if name in ("plain", "speculative"):
         return OutriderSystem(name, backend.client, request)
     command = [sys.executable, "-m", "outrider.bench.transformers_peer", "--model", args.target]
-    command += ["--dtype", model.dtype, "--threads", str(args.threads)]
+    command += ["--dtype", model.dtype.partition("+")[0], "--threads", str(args.threads)]
     if name == "transformers-assisted":
         command += ["--assistant", args.draft]
         command += ["--k", str(args.k or model.default_num_speculative_tokens)]

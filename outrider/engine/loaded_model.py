@@ -48,6 +48,14 @@ class LoadedModel:
     context_length: int
     dtype: torch.dtype
     device: torch.device
+    quantised: str = ""
+    """The scheme that its weights are in, where that is another than `dtype`."""
+
+    @property
+    def dtype_name(self) -> str:
+        """Of its arithmetic and, after a +, of its weights where they are quantised."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}+{self.quantised}" if self.quantised else name
 
     @property
     def device_id(self) -> str:

@@ -99,9 +99,9 @@ class FusedNorm(nn.Module):
         return result
 
 
-def optimise(model: nn.Module) -> None:
-    """Fuse and pack the modules of `model` in place."""
-    pack = _can_pack(model)
+def optimise(model: nn.Module, *, pack: bool = True) -> None:
+    """Fuse the modules of `model` in place, and pack them unless something else is done to them."""
+    pack = pack and _can_pack(model)
     if next(model.parameters()).device.type == "cpu":
         cpu_kernels.load()
         _replace_norms(model)

@@ -65,11 +65,15 @@ class LinkCounters:
     reconnects: int = 0
 
 
+Listener = Callable[["worker_pb2.Reply | OutriderError"], None]
+
+
 class Replies:
-    """The replies to one entry, in order; one reader."""
+    """The replies to one entry, in order; one reader, or one listener."""
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self._forget = forget
+        self._listener: Listener | None = None
         self._arrived: deque[worker_pb2.Reply] = deque()
         self._error: OutriderError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -92,12 +96,22 @@ class Replies:
         """Further replies are late ones."""
         self._forget()
 
+    def listen(self, listener: Listener) -> None:
+        """Call this with each reply, or with why no more will come."""
+        self._listener = listener
+
     def deliver(self, reply: worker_pb2.Reply) -> None:
+        if self._listener is not None:
+            self._listener(reply)
+            return
         self._arrived.append(reply)
         self._wake()
 
     def break_off(self, error: OutriderError) -> None:
         """No more replies will come."""
+        if self._listener is not None:
+            self._listener(error)
+            return
         self._error = error
         self._wake()
 

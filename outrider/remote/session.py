@@ -1,5 +1,6 @@
 """One session on one worker: opened when needed, given the tokens it lacks, fenced throughout."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +87,8 @@ class RemoteSession:
         self._numbers = numbers or itertools.count(1)
         self._more: Replies | None = None
         """Where further replies to the last entry come in, if it asked for several."""
+        self._started: tuple[Replies, asyncio.TimerHandle] | None = None
+        """Where the reply to the entry that was started comes in, and what ends the wait."""
         self._incarnation = 0
         self._asked = 0
         """Incarnation that an Open went to, answered or not: it may hold the session."""
@@ -114,6 +117,68 @@ class RemoteSession:
                 self._held = len(self._log)
                 return reply
         raise errors.Unavailable(f"the {self.link.tier} keeps losing the session")
+
+    def start(
+        self,
+        set_op: Callable[[worker_pb2.Entry, worker_pb2.TokenDelta], None],
+        timeout_s: float,
+        on_end: Callable[[worker_pb2.Reply | errors.OutriderError | None], None],
+    ) -> bool:
+        """Like `call`, but without a task: for entries that come many times a second.
+
+        False, and nothing done, where that needs more than one message: `call` then. `on_end` gets
+        the reply, why there is none, or None where it takes another try, by `call` too.
+        """
+        if not self._is_open or len(self._log) - self._held > INLINE_TOKENS:
+            return False
+        self.settle()
+        base_len = len(self._log)
+        entry = self._entry(timeout_s)
+        missing = self._log.tokens[self._held :]
+        set_op(entry, worker_pb2.TokenDelta(start=self._held, token_ids=missing))
+        replies = self.link.send(entry)
+
+        def end(result: worker_pb2.Reply | errors.OutriderError) -> None:
+            self._drop_started()
+            if isinstance(result, errors.OutriderError):
+                on_end(result)
+                return
+            try:
+                reply = self._carried_out(result)
+            except errors.OutriderError as error:
+                on_end(error)
+                return
+            if reply is not None:
+                self._held = base_len
+            on_end(reply)
+
+        def expire() -> None:
+            self.stop()
+            on_end(self._too_late())
+
+        replies.listen(end)
+        timer = asyncio.get_running_loop().call_later(timeout_s, expire)
+        self._started = replies, timer
+        return True
+
+    def stop(self) -> None:
+        """Drop what was started, there too; nothing comes of it any more."""
+        if self._drop_started():
+            self.cancel()
+
+    def _drop_started(self) -> bool:
+        if self._started is None:
+            return False
+        replies, timer = self._started
+        self._started = None
+        replies.close()
+        timer.cancel()
+        return True
+
+    def _too_late(self) -> errors.DeadlineExceeded:
+        return errors.DeadlineExceeded(
+            f"the {self.link.tier} at {self.link.address} did not answer in time"
+        )
 
     def offers(self, capability: str) -> bool:
         info = self.link.info
@@ -208,7 +273,10 @@ class RemoteSession:
         entry = self._entry(_left(deadline))
         missing = self._log.tokens[self._held :]
         set_op(entry, worker_pb2.TokenDelta(start=self._held, token_ids=missing))
-        reply = await self._send(entry, deadline)
+        return self._carried_out(await self._send(entry, deadline))
+
+    def _carried_out(self, reply: worker_pb2.Reply) -> worker_pb2.Reply | None:
+        """The reply if the entry was carried out; None when it has to be tried again."""
         if reply.HasField("need_tokens"):
             self._held = min(getattr(reply.need_tokens, "from"), len(self._log))
             return None
@@ -254,9 +322,7 @@ class RemoteSession:
             return reply
         except TimeoutError:
             self.cancel()
-            raise errors.DeadlineExceeded(
-                f"the {self.link.tier} at {self.link.address} did not answer in time"
-            ) from None
+            raise self._too_late() from None
         except BaseException:
             self.cancel()
             raise

@@ -18,6 +18,7 @@ from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.loading import load_model
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.quantised import SCHEMES, quantise
 from outrider.engine.rows import Rows
 from outrider.engine.surgery import optimise
 from outrider.errors import InvalidArgument
@@ -42,6 +43,12 @@ class WorkerConfig(ServerConfig):
         "auto",
         help="weights and arithmetic; auto is bfloat16 where the processor has it",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantize: str = setting(
+        "none",
+        help="weights of this tier: none is as dtype says; int8 is half of bfloat16's bytes, on "
+        "CUDA with the extra `quantised`",
+        choices=SCHEMES,
     )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N")
     threads: int = setting(0, help="CPU threads of one pass; 0: all cores")
@@ -118,7 +125,8 @@ def _build(
         torch.cuda.set_device(loaded.device)  # Graphs are captured on the thread's device.
     if config.model_name:
         loaded = loaded.named(config.model_name)
-    optimise(loaded.model)
+    optimise(loaded.model, pack=config.quantize == "none")
+    loaded = quantise(loaded, config.quantize)
     context = min(config.context_length or loaded.context_length, loaded.context_length)
     memory = parse_bytes(config.kv_memory, field="kv_memory")
     num_blocks = memory // (KvShape.of(loaded.config, loaded.dtype).token_bytes * _BLOCK_TOKENS)

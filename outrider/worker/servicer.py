@@ -109,7 +109,7 @@ class WorkerServicer:
             tokenizer_fingerprint=loaded.tokenizer.fingerprint,
             vocab_size=loaded.vocab_size,
             context_length=limits.context_length,
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            dtype=loaded.dtype_name,
             device=str(loaded.device),
             incarnation=self._incarnation,
             protocol_min=PROTOCOL_VERSION,

@@ -11,12 +11,10 @@ from outrider.types import (
     MAX_FAN_OUT,
     MAX_SPECULATIVE_TOKENS,
     GenerationSpec,
-    Outcome,
     Proposal,
 )
 from outrider.v1 import worker_pb2
 from outrider.wire import (
-    outcome_to_proto,
     proposal_from_proto,
     proposal_to_proto,
     require,
@@ -127,9 +125,11 @@ def _proposed(work: Work) -> worker_pb2.Reply:
     proposed = worker_pb2.Proposed(timing=timing_to_proto(timing_of(work)))
     if work.draw.branches:
         for branch, drawn in zip(work.draw.branches, work.drawn.branches, strict=True):
-            proposal = _proposal(drawn.token_ids[1:], drawn)
-            outcome = Outcome(branch.num_accepted, drawn.token_ids[0], proposal)
-            proposed.outcomes.append(outcome_to_proto(outcome))
+            proposed.outcomes.add(
+                num_accepted=branch.num_accepted,
+                token_id=drawn.token_ids[0],
+                proposal=proposal_to_proto(_proposal(drawn.token_ids[1:], drawn)),
+            )
     else:
         proposal = _proposal(work.drawn.token_ids, work.drawn)
         proposed.proposal.CopyFrom(proposal_to_proto(proposal))

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,19 +21,17 @@ from outrider.errors import (
     OutriderError,
     Unsupported,
 )
-from outrider.remote.link import WorkerLink
+from outrider.remote.link import Listener, WorkerLink
 from outrider.remote.session import NOTHING_SPENT, RemoteSession, Routing, Spent
 from outrider.rpc.channel import ChannelSecurity
 from outrider.token_log import TokenLog
-from outrider.types import EMPTY_PREFIX_HASH, Fence, GenerationSpec, Outcome, Proposal
+from outrider.types import EMPTY_PREFIX_HASH, Fence, GenerationSpec
 from outrider.v1 import worker_pb2
-from outrider.wire import outcomes_from_proto, proposal_from_proto
 from outrider.worker.sessions import Key, key_of
 from outrider.worker.worker import Host
 
 logger = logging.getLogger(__name__)
 
-_NO_PROPOSAL = Proposal()
 _MAX_LINKS = 64
 _MAX_SESSIONS = 4096
 _RETRY_AFTER_S = 1.0
@@ -55,13 +53,20 @@ class Ask:
     pending: tuple[int, ...] = ()
     fan_out: tuple[int, ...] = ()
 
+    def fill(self, entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
+        """Make an entry ask for it."""
+        entry.propose.delta.CopyFrom(delta)
+        entry.propose.num_speculative_tokens = self.num_tokens
+        if self.fan_out:
+            entry.propose.ahead.pending.token_ids.extend(self.pending)
+            entry.propose.ahead.fan_out.extend(self.fan_out)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of it: `error` says why nothing did."""
+    """What came of it: proposals as the draft sent them, or why there are none."""
 
-    proposal: Proposal = _NO_PROPOSAL
-    outcomes: tuple[Outcome, ...] = ()
+    proposed: worker_pb2.Proposed | None = None
     spent: Spent = NOTHING_SPENT
     error: OutriderError | None = None
 
@@ -118,46 +123,37 @@ class DraftSession:
         self._stop()
         self._log.cut(start)
         self._log.append(token_ids)
-        self._asking = asyncio.create_task(self._run(ask, timeout_s, on_answer))
+        deadline = time.monotonic() + timeout_s
+
+        def answer(result: worker_pb2.Reply | OutriderError | None) -> None:
+            if result is None:
+                self._asking = asyncio.create_task(self._run(ask, deadline, answer))
+                return
+            if isinstance(result, OutriderError):
+                self._note(result)
+            self._pool.on_worker(lambda: on_answer(_answer(result)))
+
+        if self._remote is None or not self._remote.start(ask.fill, timeout_s, answer):
+            answer(None)
 
     def _stop(self) -> None:
         if self._asking is not None:
             self._asking.cancel()  # Which cancels the entry on the draft.
+            self._asking = None
+        if self._remote is not None:
+            self._remote.stop()
 
-    async def _run(self, ask: Ask, timeout_s: float, on_answer: OnAnswer) -> None:
+    async def _run(self, ask: Ask, deadline: float, answer: Listener) -> None:
+        """The long way: connect, open, send what is missing."""
         try:
-            answer = await self._answer(ask, time.monotonic() + timeout_s)
+            remote = self._remote or await self._connect(deadline)
+            answer(await remote.call(ask.fill, deadline))
         except OutriderError as error:
-            self._note(error)
-            answer = Answer(error=error)
+            answer(error)
         except Exception as error:
             logger.exception("asking a draft failed")
             self._unfit = True
-            answer = Answer(error=InternalError(f"asking failed: {type(error).__name__}"))
-        self._pool.on_worker(lambda: on_answer(answer))
-
-    async def _answer(self, ask: Ask, deadline: float) -> Answer:
-        def set_op(entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
-            entry.propose.delta.CopyFrom(delta)
-            entry.propose.num_speculative_tokens = ask.num_tokens
-            if ask.fan_out:
-                entry.propose.ahead.pending.token_ids.extend(ask.pending)
-                entry.propose.ahead.fan_out.extend(ask.fan_out)
-
-        remote = self._remote or await self._connect(deadline)
-        reply = await remote.call(set_op, deadline)
-        if not reply.HasField("proposed"):
-            raise Unsupported("the draft's reply holds no proposal")
-        proposed, size = reply.proposed, self._pool.vocab_size
-        outcomes = outcomes_from_proto(proposed.outcomes, vocab_size=size)
-        return Answer(
-            _chain(proposal_from_proto(proposed.proposal, vocab_size=size), ask.num_tokens),
-            tuple(
-                dataclasses.replace(outcome, proposal=_chain(outcome.proposal, ask.num_tokens))
-                for outcome in outcomes
-            ),
-            Spent.of(reply, proposed.timing),
-        )
+            answer(InternalError(f"asking failed: {type(error).__name__}"))
 
     async def _connect(self, deadline: float) -> RemoteSession:
         link = self._link = self._pool.link(self._address)
@@ -187,11 +183,12 @@ class DraftSession:
         self._not_before = time.monotonic() + _RETRY_AFTER_S
 
 
-def _chain(proposal: Proposal, length: int) -> Proposal:
-    """At most `length` guesses: a draft that guesses on unasked would fill the target's passes."""
-    if proposal.parents:
-        raise Unsupported("this target verifies chains only", field="proposal.parents")
-    return proposal.cut(length)
+def _answer(result: worker_pb2.Reply | OutriderError) -> Answer:
+    if isinstance(result, OutriderError):
+        return Answer(error=result)
+    if not result.HasField("proposed"):
+        return Answer(error=InternalError("the draft's reply holds no proposal"))
+    return Answer(result.proposed, Spent.of(result, result.proposed.timing))
 
 
 class DraftPool:
@@ -206,6 +203,8 @@ class DraftPool:
         self._host: Host | None = None
         self._links: OrderedDict[str, WorkerLink] = OrderedDict()
         self._sessions: OrderedDict[Key, tuple[Owner, DraftSession]] = OrderedDict()
+        self._for_loop: deque[Callable[[], None]] = deque()
+        self._for_worker: list[Callable[[], None]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     def serve(self, *, tokenizer: str, vocab_size: int) -> None:
@@ -231,12 +230,28 @@ class DraftPool:
         return session
 
     def on_loop(self, action: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop is closed: the target ends.
-            self._loop.call_soon_threadsafe(action)
+        """From the worker's thread. Threads wake each other once for all that is there: the
+        sessions of a batch ask, and are answered, together."""
+        self._for_loop.append(action)
+        if len(self._for_loop) == 1:
+            with contextlib.suppress(RuntimeError):  # The loop is closed: the target ends.
+                self._loop.call_soon_threadsafe(self._run_for_loop)
+
+    def _run_for_loop(self) -> None:
+        while self._for_loop:
+            _run_guarded(self._for_loop[0])
+            self._for_loop.popleft()
 
     def on_worker(self, action: Callable[[], None]) -> None:
+        """From the event loop."""
+        self._for_worker.append(action)
+        if len(self._for_worker) == 1:
+            self._loop.call_soon(self._run_on_worker)
+
+    def _run_on_worker(self) -> None:
+        actions, self._for_worker = self._for_worker, []
         if self._host is not None:
-            self._host.post(action)
+            self._host.post(lambda: _run_all(actions))
 
     def link(self, address: str) -> WorkerLink:
         """The link to an address; the one used least recently goes when there are too many."""
@@ -252,3 +267,16 @@ class DraftPool:
     async def close(self) -> None:
         """Hang up."""
         await asyncio.gather(*self._closing, *(link.close() for link in self._links.values()))
+
+
+def _run_all(actions: list[Callable[[], None]]) -> None:
+    for action in actions:
+        _run_guarded(action)
+
+
+def _run_guarded(action: Callable[[], None]) -> None:
+    """One session's fault stays its own."""
+    try:
+        action()
+    except Exception:
+        logger.exception("a draft session failed")

@@ -1,10 +1,9 @@
 """Which outcomes of a verification a draft prepares for, learned from those that came about."""
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.types import MAX_SPECULATIVE_TOKENS, Outcome, Proposal, Verdict
+from outrider.types import MAX_SPECULATIVE_TOKENS, Verdict
 
 _DISCOUNT = 0.98
 """What a round counts one round later."""
@@ -15,7 +14,8 @@ _PRIOR_BONUS = (0.6, 0.12, 0.06, 0.04)
 _PRIOR_RECOVERED = (0.29, 0.10, 0.10, 0.05)
 """Likewise for a recovered token (shared/peers.md), the rejected guess left out."""
 _PRIOR_ROUNDS = 8.0
-_RANKS = 16
+_RANKS = 7
+"""Ranks that are prepared at one place: further ones are rare, and a CUDA draft finds eight."""
 _TAIL = 0.75
 """Chance of a rank beyond the priors' over the one before."""
 
@@ -41,9 +41,7 @@ class _Ranks:
             self.counts[rank] += 1
 
     def chance(self, rank: int) -> float:
-        if rank >= _RANKS:
-            return self.counts[-1] / self.total * _TAIL ** (rank - _RANKS + 1)
-        return self.counts[rank] / self.total
+        return self.counts[rank] / self.total if rank < _RANKS else 0.0
 
 
 @dataclass(slots=True)
@@ -72,22 +70,16 @@ class FanOut:
         heap = [(-stop * self._ranks(i, num_pending).chance(0), i) for i, stop in enumerate(stops)]
         heapq.heapify(heap)
         for _ in range(budget):
-            _, place = heapq.heappop(heap)
+            chance, place = heapq.heappop(heap)
+            if chance == 0.0:
+                break
             fan_out[place] += 1
-            chance = stops[place] * self._ranks(place, num_pending).chance(fan_out[place])
-            heapq.heappush(heap, (-chance, place))
+            next_rank = self._ranks(place, num_pending).chance(fan_out[place])
+            heapq.heappush(heap, (-stops[place] * next_rank, place))
         return tuple(fan_out)
 
-    def find(self, outcomes: Iterable[Outcome], verdict: Verdict) -> tuple[int | None, Proposal]:
-        """The rank of the outcome that a verdict is and its proposal; None, and none, on a miss."""
-        here = [o for o in outcomes if o.num_accepted == verdict.num_accepted]
-        tokens = [outcome.token_id for outcome in here]
-        last = verdict.token_ids[-1]
-        rank = tokens.index(last) if last in tokens else None
-        self._learn(verdict, rank)
-        return rank, here[rank].proposal if rank is not None else Proposal()
-
-    def _learn(self, verdict: Verdict, rank: int | None) -> None:
+    def learn(self, verdict: Verdict, rank: int | None) -> None:
+        """A verdict, and the rank of its last token among those prepared; None on a miss."""
         accepted = verdict.num_accepted
         for place in range(min(accepted, MAX_SPECULATIVE_TOKENS)):
             self._count(place, accepted=True)

@@ -5,15 +5,20 @@ the draft prepares, while a block is being verified, the next proposal for the l
 (the outcome buffer); the verdict selects one at once, and where none fits the round is a plain one.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from outrider.errors import DeadlineExceeded
+from outrider.errors import DeadlineExceeded, OutriderError, Unsupported
 from outrider.token_log import TokenLog
 from outrider.types import DraftPlan, DraftReport, Proposal, Verdict
+from outrider.v1 import common_pb2, worker_pb2
+from outrider.wire import proposal_from_proto
 from services.target.drafts import Answer, Ask, DraftSession
 from services.target.fan_out import FanOut
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = Proposal()
 _NOTHING_TO_REPORT = DraftReport()
@@ -44,6 +49,7 @@ class Speculation:
 
     plan: DraftPlan
     draft: DraftSession
+    vocab_size: int
     resume: Callable[[Chosen], None]
     _asked: _Asked | None = None
     _open: Verdict | None = None
@@ -81,7 +87,7 @@ class Speculation:
         if asked is None:
             asked = self._ask(Ask(self._length(len(log))))
         if asked.answer is not None:
-            return self._select(asked.answer, verdict)
+            return self._select(asked.ahead, asked.answer, verdict)
         self._asked, self._open, self._waiting_since = asked, verdict, time.monotonic()
         return None
 
@@ -107,19 +113,32 @@ class Speculation:
         if self._asked is asked and self._open is not None:
             verdict, self._open, self._asked = self._open, None, None
             wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
-            chosen = self._select(answer, verdict)
+            chosen = self._select(asked.ahead, answer, verdict)
             self.resume(replace(chosen, report=replace(chosen.report, wait_us=wait_us)))
 
-    def _select(self, answer: Answer, verdict: Verdict) -> Chosen:
-        if answer.error is not None:
-            return Chosen(report=_failure(answer))
+    def _select(self, ahead: bool, answer: Answer, verdict: Verdict) -> Chosen:
+        if answer.proposed is None:
+            late = isinstance(answer.error, DeadlineExceeded)
+            return Chosen(report=DraftReport(failed=True, dropped=int(late)))
         report = DraftReport(worker_us=answer.spent.worker_us, compute_us=answer.spent.compute_us)
-        if not answer.outcomes:
-            return Chosen(answer.proposal.cut(self._length(len(self._log))), report)
-        rank, proposal = self._fan_out.find(answer.outcomes, verdict)
-        proposal = proposal.cut(self._length(len(self._log)))
+        try:
+            if not ahead:
+                return Chosen(self._take(answer.proposed.proposal), report)
+            found = _find(answer.proposed, verdict)
+            self._fan_out.learn(verdict, found[0] if found else None)
+            proposal = self._take(found[1]) if found else _NOTHING
+        except OutriderError as error:
+            logger.warning("proposal dropped: %s", error)
+            return Chosen(report=replace(report, failed=True, dropped=1))
         self._prepare(self._log, proposal)
-        return Chosen(proposal, replace(report, hit=rank is not None))
+        return Chosen(proposal, replace(report, hit=found is not None))
+
+    def _take(self, message: common_pb2.Proposal) -> Proposal:
+        """What a draft has sent, checked, and no more of it than may be guessed."""
+        proposal = proposal_from_proto(message, vocab_size=self.vocab_size)
+        if proposal.parents:
+            raise Unsupported("this target verifies chains only", field="proposal.parents")
+        return proposal.cut(self._length(len(self._log)))
 
     def _plain(self) -> Chosen:
         self._prepare(self._log, _NOTHING)
@@ -136,8 +155,14 @@ class Speculation:
         self._asked = self._ask(Ask(self._length(len(log) + 1), pending.token_ids, fan_out))
 
 
-def _failure(answer: Answer) -> DraftReport:
-    """A proposal that did not come in time still comes, and is dropped then."""
-    malformed = answer.error is not None and answer.error.field.startswith("proposal")
-    late = isinstance(answer.error, DeadlineExceeded)
-    return DraftReport(failed=True, dropped=int(malformed or late))
+def _find(
+    proposed: worker_pb2.Proposed, verdict: Verdict
+) -> tuple[int, common_pb2.Proposal] | None:
+    """The outcome that a verdict is: its rank among those of its place, and its proposal."""
+    rank, last = 0, verdict.token_ids[-1]
+    for outcome in proposed.outcomes:
+        if outcome.num_accepted == verdict.num_accepted:
+            if outcome.token_id == last:
+                return rank, outcome.proposal
+            rank += 1
+    return None

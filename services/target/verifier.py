@@ -107,7 +107,9 @@ class Verifier:
         plan = replace(plan, end_len=min(plan.end_len, self._context_length))
         round_: _Verification = work.context
         session = self._drafts.session(entry.header, round_.spec, plan.address)
-        speculation = Speculation(plan, session, lambda chosen: self._resume(work, chosen))
+        speculation = Speculation(
+            plan, session, self._vocab_size, lambda chosen: self._resume(work, chosen)
+        )
         round_.speculation = speculation
         work.ahead = 0 if speculation.speculates else work.ahead
         speculation.starts(work.sequence.log, round_.proposal)

@@ -21,9 +21,9 @@ from worker_harness import (
     verdict_of,
 )
 
-from outrider.errors import DeadlineExceeded, InvalidArgument
+from outrider.errors import DeadlineExceeded
 from outrider.types import DraftPlan, GenerationSpec, SamplingParams
-from outrider.wire import outcomes_from_proto, plan_to_proto, proposal_from_proto, report_from_proto
+from outrider.wire import plan_to_proto, report_from_proto
 from outrider.worker.worker import Worker, WorkerLimits
 from services.target.drafts import Answer
 from services.target.verifier import Verifier
@@ -43,6 +43,7 @@ class Drafts:
         self.usable = True
         self.hold = None
         self.spoil = None
+        self.damage = None
 
     def attach(self, host):
         self.host = host
@@ -70,10 +71,9 @@ class Drafts:
                 found = Answer(error=spoilt)
             else:
                 assert reply.HasField("proposed"), reply
-                found = Answer(
-                    proposal_from_proto(reply.proposed.proposal, vocab_size=1 << 20),
-                    outcomes_from_proto(reply.proposed.outcomes, vocab_size=1 << 20),
-                )
+                found = Answer(reply.proposed)
+                if self.damage:
+                    self.damage(len(self.asks), found.proposed)
             if self.hold:
                 self.hold.wait(TIMEOUT_S)
             self.host.post(lambda: on_answer(found))
@@ -228,12 +228,36 @@ def test_a_failing_draft_costs_speed_only(make_rig, fan_out):
     assert sum(v.num_accepted for v in rig.verdicts) > 5
 
 
-def test_a_malformed_proposal_is_counted(make_rig):
+@pytest.mark.parametrize("fan_out", [0, 8])
+@pytest.mark.parametrize("kind", ["vocabulary", "length", "tree"])
+def test_malformed_proposals_are_dropped(make_rig, kind, fan_out):
+    def damage(number, proposed):
+        proposals = [proposed.proposal, *(outcome.proposal for outcome in proposed.outcomes)]
+        for proposal in proposals if number % 2 else ():
+            if kind == "vocabulary":
+                proposal.token_ids.append(1 << 19)
+            elif kind == "length":
+                proposal.token_ids.extend([1] * 70)
+            else:
+                proposal.parents.extend([-1] * len(proposal.token_ids))
+
     rig = make_rig()
-    error = InvalidArgument("too many", field="proposal.token_ids")
-    rig.drafts.spoil = lambda number: error if number == 2 else None
-    rig.run()
-    assert sum(report.dropped for report in rig.reports) == 1
+    rig.drafts.damage = damage
+    tokens, _ = rig.run(fan_out=fan_out)
+    assert tokens == plain(make_rig, GREEDY, 40)
+    dropped = sum(report.dropped for report in rig.reports)
+    assert dropped > 2 and dropped == sum(report.failed for report in rig.reports)
+    assert sum(v.num_accepted for v in rig.verdicts) > 5
+
+
+def test_more_guesses_than_asked_for_are_cut(make_rig):
+    def damage(number, proposed):
+        proposed.proposal.token_ids.extend([1] * 9)
+
+    rig = make_rig(draft="target")
+    rig.drafts.damage = damage
+    rig.run(k=3)
+    assert max(verdict.num_proposed for verdict in rig.verdicts) == 3
 
 
 def test_an_unusable_draft_is_not_asked(make_rig):

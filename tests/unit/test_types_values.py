@@ -72,9 +72,9 @@ def test_sources_of_a_verdict(accepted, proposed, own):
 
 
 def test_speculation_is_added_field_by_field_and_position_by_position():
-    left = SpeculationStats(1, 2, 3, 4, 5, 6, 7, 8, (2, 1), (1,))
-    right = SpeculationStats(10, 20, 30, 40, 50, 60, 70, 80, (1, 1, 1), (1, 1))
-    total = SpeculationStats(11, 22, 33, 44, 55, 66, 77, 88, (3, 2, 1), (2, 1))
+    left = SpeculationStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, (2, 1), (1,))
+    right = SpeculationStats(10, 20, 30, 40, 50, 60, 70, 80, 90, 100, (1, 1, 1), (1, 1))
+    total = SpeculationStats(11, 22, 33, 44, 55, 66, 77, 88, 99, 110, (3, 2, 1), (2, 1))
     assert left + right == right + left == total
     assert left + SpeculationStats() == left
 

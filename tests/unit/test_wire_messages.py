@@ -218,7 +218,7 @@ def test_verdicts_that_contradict_themselves_are_refused(tokens, accepted, propo
 
 
 def test_statistics_come_back_field_by_field():
-    stats = SpeculationStats(1, 2, 3, 4, 5, 6, 7, 8, (9, 10), (11,))
+    stats = SpeculationStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, (11, 12), (13,))
     assert wire.stats_from_proto(over_the_wire(wire.stats_to_proto(stats))) == stats
 
 
