@@ -1,0 +1,147 @@
+"""What a session believes: how its guesses fare, and what its next round would cost."""
+
+from collections.abc import Sequence
+
+from outrider.speculation.acceptance import AcceptanceModel, expected_tokens
+from outrider.speculation.length import Offer, RoundCosts
+from outrider.speculation.load import ProposerPool, TargetLoad
+from outrider.speculation.observation import Observation
+
+_ROWS_PACE = 0.3
+"""How fast the rows of the other sessions are followed."""
+
+_SHARE_PACE = 0.05
+"""How fast shares of rounds (with a proposal, with a hit) are followed."""
+
+_WORST_ROUND = 4.0
+"""A round that takes longer than so many plain ones has met something else than speculation."""
+
+
+class Guesser:
+    """One proposer as one session knows it."""
+
+    def __init__(self, pool: ProposerPool) -> None:
+        self.pool = pool
+        self.acceptance = AcceptanceModel(pool.acceptance)
+        self.coverage = 1.0
+        self._hits = self._expected_hits = 10.0
+
+    @property
+    def hit_scale(self) -> float:
+        """Hits seen over hits expected."""
+        return self._hits / self._expected_hits
+
+    def observe(self, seen: Observation, fan_out: int) -> None:
+        """Learn from a round that was to carry guesses of this one."""
+        if seen.hit is None:
+            self.coverage += _SHARE_PACE * ((seen.num_proposed > 0) - self.coverage)
+            self.pool.draft.observe(seen.draft_s, seen.num_proposed or seen.num_asked)
+        elif seen.hit:
+            self._observe_hidden(seen, fan_out)
+        self.acceptance.observe(seen.num_proposed, seen.num_accepted)
+
+    def observe_hit(self, hit: bool, expected: float) -> None:
+        """A prepared outcome came or not, where it was to come with this probability."""
+        keep = 1.0 - _SHARE_PACE
+        self._hits = keep * self._hits + _SHARE_PACE * 10.0 * hit
+        self._expected_hits = keep * self._expected_hits + _SHARE_PACE * 10.0 * expected
+
+    def offer(self, k_max: int) -> Offer:
+        draft = self.pool.draft
+        return Offer(
+            self.pool.name,
+            self.acceptance.survival(k_max + 1),
+            draft.predict(0.0),
+            draft.slope,
+            draft.other_slope,
+            self.coverage,
+            self.pool.ranks,
+            self.hit_scale,
+        )
+
+    def _observe_hidden(self, seen: Observation, fan_out: int) -> None:
+        """Drafting while the target works shows only where it takes longer; else it is a bound."""
+        steps, outcomes = seen.num_proposed, max(fan_out - 1, 0)
+        draft = self.pool.draft
+        if seen.proposal_s > 0.0:
+            draft.observe(seen.proposal_s, steps, outcomes)
+        elif seen.draft_s > 0.02 * seen.target_s:
+            draft.observe(seen.target_s + seen.draft_s, steps, outcomes)
+        elif draft.predict(steps, outcomes) > seen.target_s:
+            draft.observe(seen.target_s, steps, outcomes)
+
+
+class Beliefs:
+    """Acceptance and costs of one session, on top of what its target's sessions share."""
+
+    def __init__(self, load: TargetLoad, pools: Sequence[ProposerPool], *, decides: bool) -> None:
+        self.load = load
+        self.guessers = {pool.name: Guesser(pool) for pool in pools}
+        self._share = load.join(decides=decides)
+        self._other_rows: float | None = None
+        self._costs = RoundCosts(0.0, 0.0, 0.0)
+
+    def leave(self) -> None:
+        self._share.leave()
+
+    def begin_round(self, asked: int) -> None:
+        self._share.begin_round(guesses=asked > 0)
+
+    def costs(self) -> RoundCosts:
+        """What the target's part of the next round costs."""
+        load, others = self.load, self._other_rows or 0.0
+        rows = load.plain_rows(others)
+        plain_s = load.plain_s(others)
+        self._costs = RoundCosts(
+            plain_s,
+            load.round_s(rows, 1.0),
+            load.verify.slope,
+            self._share.sessions_alike,
+            load.remote_tokens_per_s(others, plain_s),
+            max(load.overlap_s, 0.0),
+        )
+        return self._costs
+
+    def offers(self, k_max: int) -> list[Offer]:
+        return [guesser.offer(k_max) for guesser in self.guessers.values()]
+
+    def observe_plain(self, seen: Observation) -> None:
+        """Learn from a round that was not to carry guesses."""
+        self._observe_target(seen, ahead=False)
+        self._share.end_round(seen, 1.0)
+
+    def observe(self, seen: Observation, guesser: Guesser, fan_out: int) -> float:
+        """Learn from a round that was to carry guesses.
+
+        Returns what the round should have brought over plain decoding, in plain rounds: with the
+        tokens that its guesses stand for, not those that luck gave.
+        """
+        self._observe_target(seen, ahead=fan_out > 0 and seen.hit is not None)
+        # Before it learns: a forecast is not moved by the luck of what it forecasts.
+        tokens = expected_tokens(guesser.acceptance.last_survival(seen.num_proposed))
+        self._share.end_round(seen, tokens)
+        guesser.observe(seen, fan_out)
+        return self._gain(tokens, seen)
+
+    def _observe_target(self, seen: Observation, *, ahead: bool) -> None:
+        others = max(seen.batch_rows - seen.num_rows, 0)
+        if self._other_rows is None:
+            self._other_rows = float(others)
+        else:
+            self._other_rows += _ROWS_PACE * (others - self._other_rows)
+        self.load.observe(seen.target_s, seen.compute_s, others + seen.num_rows, ahead=ahead)
+
+    def _gain(self, tokens: float, seen: Observation) -> float:
+        """The round costs what it took, or more if it would take more were all alike."""
+        load, guesses, sessions = self.load, seen.num_proposed, self._costs.sessions
+        other_rows = max(seen.batch_rows - seen.num_rows, 0)
+        rows = load.plain_rows(other_rows)
+        plain_s = load.plain_s(other_rows)
+        if plain_s <= 0.0:
+            return 0.0
+        round_s, rows_s = seen.total_s, guesses * load.verify.slope
+        if sessions > 1.0:
+            alike_s = seen.draft_s + load.round_s(rows, 1.0) + sessions * rows_s
+            round_s = max(round_s, alike_s)
+        lost = self._costs.others_tokens_per_s * rows_s
+        return tokens - lost - min(round_s / plain_s, _WORST_ROUND)

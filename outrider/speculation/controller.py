@@ -1,0 +1,162 @@
+"""The controller of one session: how much the next round guesses.
+
+Learn from the round, weigh the lengths, move by at most two. k = 0 is a normal answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.errors import InvalidArgument
+from outrider.speculation.beliefs import Beliefs
+from outrider.speculation.course import MAX_STEP, Course, Trial
+from outrider.speculation.fan_out import FanOut, allocate
+from outrider.speculation.length import Decision, Mode, explain, plain_plan, plans
+from outrider.speculation.load import ProposerPool, TargetLoad
+from outrider.speculation.observation import Observation
+from outrider.types import MAX_SPECULATIVE_TOKENS
+
+ALWAYS = 1 << 31
+"""As many rounds as there are."""
+
+_FIRST_ROUNDS = 3
+"""Plain rounds before anything is known of a target; rounds of a proposer that is not known."""
+
+_DECIDE_EVERY = 4
+"""Rounds between decisions where a length is settled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request asked for: a pinned length (0: off), or at most `cap`."""
+
+    pinned: int | None = None
+    cap: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value in (("pinned", self.pinned), ("cap", self.cap)):
+            if value is not None and not 0 <= value <= MAX_SPECULATIVE_TOKENS:
+                raise InvalidArgument(
+                    f"{value} is not in 0 to {MAX_SPECULATIVE_TOKENS}", field=name
+                )
+
+
+_NO_LIMITS = Limits()
+_NO_OUTCOMES = FanOut((), 0.0)
+
+
+class AdaptiveController:
+    """Chooses the lengths of one generation; `close` when it ends.
+
+    `next_length` before each round, `observe` after it. `decision` tells why; `proposer` and
+    `outcomes` tell what else the round needs. Arithmetic only: no clock, no randomness, no I/O.
+    """
+
+    def __init__(
+        self,
+        load: TargetLoad,
+        pools: Sequence[ProposerPool],
+        *,
+        mode: Mode = Mode.SEQUENTIAL,
+        limits: Limits = _NO_LIMITS,
+    ) -> None:
+        self._load, self._mode = load, mode
+        self._pinned = limits.pinned if pools and limits.cap else 0
+        self._cap = self._pinned if self._pinned is not None else limits.cap
+        self._beliefs = Beliefs(load, pools, decides=self._pinned is None)
+        self._course = Course(load, pools[0].name if pools else "")
+        self._undecided = True
+        self._length = self._fan_out = 0
+        self._promised = self._rounds = self._changes = 0
+        self._outcomes: FanOut | None = _NO_OUTCOMES
+        costs = self._beliefs.costs()
+        self.decision: Decision = explain(plain_plan(costs), None, costs)
+
+    @property
+    def proposer(self) -> str:
+        """Who is to guess in the next round, if anyone."""
+        return self._course.proposer
+
+    def close(self) -> None:
+        """The generation has ended."""
+        self._beliefs.leave()
+
+    def next_length(self) -> int:
+        """Guesses for the next round; 0 decodes plainly."""
+        if self._undecided:
+            self._undecided = False
+            if self._promised > 0 or self._cap == 0:
+                self._length = 0
+            elif self._decides_now():
+                self._decide()
+            self._beliefs.begin_round(self._length)
+        return self._length
+
+    def plain_rounds(self) -> int:
+        """Rounds after this one, at most, that are certain to carry no guesses."""
+        if self._pinned is not None:
+            return 0 if self._pinned else ALWAYS
+        if self._length == 0 and self._load.verify.num_observations >= _FIRST_ROUNDS:
+            # This round is one of them, and is counted when it has passed.
+            self._promised = max(self._promised, self._course.plain_ahead() + 1)
+        return max(self._promised - 1, 0)
+
+    def outcomes(self) -> FanOut:
+        """What to prepare for while the next round is verified."""
+        if self._outcomes is None:
+            guesser = self._beliefs.guessers[self.proposer]
+            acceptance = guesser.acceptance.survival(self._length + 1)
+            self._outcomes = allocate(acceptance, guesser.pool.ranks, self._fan_out)
+        return self._outcomes
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from a round."""
+        self._undecided = True
+        self._rounds += 1
+        self._promised = max(self._promised - 1, 0)
+        guesser = self._beliefs.guessers.get(self.proposer)
+        guessed = guesser is not None and max(seen.num_asked, seen.num_proposed) > 0
+        if guesser is None or not guessed:
+            self._beliefs.observe_plain(seen)
+            self._course.plain_round()
+            return
+        if seen.hit is not None:
+            guesser.observe_hit(seen.hit, self.outcomes().hit_probability)
+        gain = self._beliefs.observe(seen, guesser, self._fan_out)
+        won = seen.num_tokens - seen.total_s * self.decision.plain_tokens_per_s
+        self._course.guessing_round(gain, paid=won >= 0.0)
+        if guesser.acceptance.num_changes != self._changes:
+            self._changes = guesser.acceptance.num_changes
+            self._course.text_changed()
+
+    def _decides_now(self) -> bool:
+        """Every round, but where a length is settled and no try is under way."""
+        settled = self._course.settled if self._pinned is None else self._pinned
+        goes_on = self._pinned is not None or self._course.is_settled
+        return not goes_on or self._length != settled or self._rounds >= _DECIDE_EVERY
+
+    def _decide(self) -> None:
+        costs = self._beliefs.costs()
+        offers = {offer.proposer: offer for offer in self._beliefs.offers(self._cap)}
+        table = {name: plans(offer, costs, self._mode) for name, offer in offers.items()}
+        plain, before = plain_plan(costs), self._length
+        unknown = self._unknown_proposer()
+        if self._pinned is not None:
+            self._length = self._pinned
+        elif self._load.verify.num_observations < _FIRST_ROUNDS:
+            self._length = 0
+        else:
+            course = self._course
+            chosen = (
+                course.try_first(unknown) if unknown else course.choose(table, plain, self._rounds)
+            )
+            self._length = min(max(chosen, before - MAX_STEP), before + MAX_STEP, self._cap)
+        self._rounds = 0
+        plan = table[self.proposer][self._length - 1] if self._length else plain
+        self._fan_out = 0 if self._course.trial is Trial.FIRST else plan.fan_out
+        self._outcomes = None if self._fan_out else _NO_OUTCOMES
+        self.decision = explain(plan, offers[self.proposer], costs)
+
+    def _unknown_proposer(self) -> str:
+        known = _FIRST_ROUNDS
+        guessers = self._beliefs.guessers.items()
+        return next((n for n, g in guessers if g.pool.draft.num_observations < known), "")

@@ -1,0 +1,237 @@
+"""Whether the sessions of one target guess at all, found by trying both.
+
+Sessions that share passes wait for each other's drafts, queue behind each other's rows and, on a
+small machine, share cores. Lines of cost that single sessions fit are too coarse where that
+decides: one session that guesses may hold up all others, and half of them guessing may be worse
+than none or all. So all decode plainly together for a moment, or guess together for a moment,
+and what they make is compared.
+"""
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+_CHECK_ROUNDS, _TRIAL_ROUNDS = 4, 8
+"""Rounds of a try that are measured."""
+
+_SETTLING_ROUNDS, _CLIMB_ROUNDS = 2, 7
+"""Rounds before them: until sessions are in step, until lengths are what is thought best."""
+
+_LONGEST_CHECK = 24
+
+_SOON = 16
+_FIRST_CHECK, _LAST_CHECK = 32, 512
+"""Rounds before a check: soon after a change of load, later the more guessing wins."""
+
+_STILL, _STILL_KEPT, _LONGEST_CLIMB = 0.2, 0.8, 32
+"""A check waits until few sessions still change their lengths, but not longer."""
+
+_FIRST_WAIT, _LONGEST_WAIT = 192, 3072
+"""Rounds before a trial; twice as many after each that failed."""
+
+_OPENS_AT, _CLOSES_AT, _HOPELESS_AT = 1.03, 1.0, 0.8
+"""Gains over plain decoding."""
+
+_FELL_TO = 0.9
+"""A check comes at once where the gain has become so much less than it was."""
+
+_FEW = 0.2
+"""A share of sessions that guess: below it they only hold up the others."""
+
+_MEMORY = 0.95
+"""How much of what was made counts a round later."""
+
+_OTHER_LOAD, _LOAD_ROUNDS = 1.5, 4
+"""With so many times more or fewer sessions for so long, what was measured says nothing."""
+
+
+class Phase(enum.Enum):
+    """What the sessions are to do."""
+
+    OPEN = "guess where it pays"
+    CHECK = "decode plainly for a moment"
+    CLOSED = "decode plainly"
+    TRIAL = "guess for a moment"
+
+
+@dataclass(slots=True)
+class _Made:
+    """Rounds of all sessions, old ones fading: tokens, seconds, rows of their passes."""
+
+    rounds: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rows: float = 0.0
+
+    def add(self, tokens: float, seconds: float, rows: float, kept: float) -> None:
+        self.rounds = kept * self.rounds + 1.0
+        self.tokens = kept * self.tokens + tokens
+        self.seconds = kept * self.seconds + seconds
+        self.rows = kept * self.rows + rows
+
+    @property
+    def per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0.0 else 0.0
+
+
+@dataclass(slots=True)
+class _Finding:
+    """What is known of a load: whether guessing pays, and when that is looked at again."""
+
+    closed: bool
+    gain: float = 1.0
+    check_after: float = _SOON
+    wait: float = _FIRST_WAIT
+    rounds: float = 0.0
+
+
+@dataclass(slots=True)
+class Gate:
+    """One target's. Always open to a session that is alone: it needs nobody to agree with."""
+
+    phase: Phase = Phase.OPEN
+    _load: int = 0
+    _num_sessions: int = 1
+    _findings: dict[int, _Finding] = field(default_factory=dict)
+    _now: _Finding = field(default_factory=lambda: _Finding(closed=False))
+    _guessing: _Made = field(default_factory=_Made)
+    _plain: _Made = field(default_factory=_Made)
+    _left_out: float = 0.0
+    _moves: float = 0.0
+    _other_load: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """What guessing made over plain decoding when last measured; 1 before."""
+        return self._now.gain
+
+    @property
+    def is_open(self) -> bool:
+        """Whether sessions may guess."""
+        return self.phase in (Phase.OPEN, Phase.TRIAL)
+
+    @property
+    def rounds_until_trial(self) -> int:
+        """Rounds for which the gate stays closed, if it is."""
+        left = math.ceil(self._now.wait - self._now.rounds)
+        return max(left, 0) if self.phase is Phase.CLOSED else 0
+
+    def plain_round(self) -> tuple[float, float] | None:
+        """Seconds of a round in which all decode plainly, and rows of its pass, as measured."""
+        made = self._plain
+        if made.rounds < self._num_sessions or self._load == 0:
+            return None
+        return made.seconds / made.rounds, made.rows / made.rounds
+
+    def moved(self) -> None:
+        """A session has changed how much it guesses."""
+        self._moves += 1.0 / self._num_sessions
+
+    def observe(
+        self, tokens: float, seconds: float, rows: float, guessing: float, num_sessions: int
+    ) -> None:
+        """A session's round: tokens it stands for; `guessing` is the share of sessions that do."""
+        part = 1.0 / num_sessions
+        self._follow_load(num_sessions)
+        if self._load == 0:
+            return
+        now = self._now
+        now.rounds += part
+        self._moves *= _STILL_KEPT**part
+        if self.phase is Phase.CHECK and guessing > 0.0:
+            # Who still guesses, or did a moment ago, holds up the others.
+            self._left_out = now.rounds + _SETTLING_ROUNDS
+        if now.rounds > self._left_out:
+            made = self._guessing if self.is_open else self._plain
+            made.add(tokens, seconds, rows, _MEMORY**part)
+        self._go_on(guessing)
+
+    def _go_on(self, guessing: float) -> None:
+        now = self._now
+        measured = now.rounds - self._left_out
+        if self.phase is Phase.OPEN:
+            still = self._moves < _STILL
+            due = now.check_after + (0 if still else _LONGEST_CLIMB)
+            fell = now.rounds >= _SOON and self._measured() < _FELL_TO * now.gain
+            if now.rounds >= due or fell:
+                self._enter(Phase.CHECK if guessing >= _FEW else Phase.CLOSED)
+        elif self.phase is Phase.CHECK:
+            if measured >= _CHECK_ROUNDS or now.rounds >= _LONGEST_CHECK:
+                self._checked()
+        elif self.phase is Phase.CLOSED:
+            if now.rounds >= now.wait:
+                self._enter(Phase.TRIAL)
+        else:
+            few = now.rounds > _SETTLING_ROUNDS and guessing < _FEW
+            hopeless = measured >= _SETTLING_ROUNDS and self._measured() < _HOPELESS_AT
+            if few or hopeless or measured >= _TRIAL_ROUNDS:
+                self._tried(failed=few or hopeless)
+
+    def _measured(self) -> float:
+        return self._guessing.per_s / self._plain.per_s if self._plain.per_s else 1.0
+
+    def _checked(self) -> None:
+        """Half of the gain is that of the checks before, if there were any and it held."""
+        now, measured = self._now, self._measured()
+        if not self._plain.rounds:
+            # Someone went on guessing: a session that hangs, say.
+            self._enter(Phase.OPEN)
+            return
+        is_new = now.gain == 1.0 or measured < _FELL_TO * now.gain
+        now.gain = measured if is_new else math.sqrt(now.gain * measured)
+        if now.gain < _CLOSES_AT:
+            self._enter(Phase.CLOSED)
+        else:
+            now.check_after = min(_FIRST_CHECK * (1.0 + 20.0 * (now.gain - 1.0)), _LAST_CHECK)
+            self._enter(Phase.OPEN)
+
+    def _tried(self, *, failed: bool) -> None:
+        now = self._now
+        if not failed:
+            now.gain = self._measured()
+        if not failed and now.gain > _OPENS_AT:
+            now.wait, now.check_after = _FIRST_WAIT, _FIRST_CHECK
+            self._enter(Phase.OPEN)
+        else:
+            now.wait = min(max(2.0 * now.wait, _FIRST_WAIT), _LONGEST_WAIT)
+            self._enter(Phase.CLOSED)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._now.rounds = 0.0
+        self._now.closed = phase in (Phase.CLOSED, Phase.TRIAL)
+        self._left_out = _CLIMB_ROUNDS if phase is Phase.TRIAL else _SETTLING_ROUNDS
+        if phase is Phase.CHECK:
+            self._plain = _Made()
+        elif phase is Phase.TRIAL:
+            self._guessing = _Made()
+
+    def _follow_load(self, num_sessions: int) -> None:
+        """Go by what was found with about so many sessions, once there are for some rounds."""
+        load = round(math.log(num_sessions, _OTHER_LOAD))
+        if load == self._load:
+            self._other_load, self._num_sessions = 0.0, num_sessions
+            return
+        self._other_load += 1.0 / num_sessions
+        if self._other_load > _LOAD_ROUNDS or self._load == 0 or load == 0:
+            self._change_load(load, num_sessions)
+
+    def _change_load(self, load: int, num_sessions: int) -> None:
+        self._findings[self._load] = self._now
+        self._load, self._num_sessions, self._other_load = load, num_sessions, 0.0
+        if load == 0:
+            self._now = _Finding(closed=False)
+        else:
+            self._now = self._findings.get(load) or self._presumed()
+        self._guessing, self._plain = _Made(), _Made()
+        self.phase = Phase.CLOSED if self._now.closed else Phase.OPEN
+        self._left_out = self._now.rounds + _SETTLING_ROUNDS
+
+    def _presumed(self) -> _Finding:
+        """Of a load that was not seen yet: as with the next smaller one that was, but soon seen.
+
+        Where none was, plain decoding is measured first.
+        """
+        known = [load for load in self._findings if 0 < load < self._load]
+        closed = self._findings[max(known)].closed if known else True
+        return _Finding(closed, wait=_FIRST_WAIT if known else _SOON)

@@ -1,0 +1,180 @@
+"""What the sessions of one target share: what they learned, and who loses time to a row."""
+
+from dataclasses import dataclass, field
+
+from outrider.speculation.acceptance import PoolPrior
+from outrider.speculation.costs import CostLine
+from outrider.speculation.fan_out import RankCounts
+from outrider.speculation.gate import Gate
+from outrider.speculation.observation import Observation
+
+_OVERLAP_FIRST = 8
+"""Rounds with the draft at work that only tell what this costs, not what a pass does."""
+
+_OVERLAP_PACE = 1 / 64
+
+_ROUND_PACE = 0.02
+_RATE_KEPT = 0.95
+
+
+@dataclass(slots=True)
+class ProposerPool:
+    """What all sessions of one (target, proposer) learn together.
+
+    `draft` is the time from asking for a proposal to having it: over steps, and over outcomes
+    prepared beyond the first.
+    """
+
+    name: str
+    acceptance: PoolPrior = field(default_factory=PoolPrior)
+    draft: CostLine = field(
+        default_factory=lambda: CostLine(relative_slope=0.5, relative_other=0.02)
+    )
+    ranks: RankCounts = field(default_factory=RankCounts)
+
+
+class TargetLoad:
+    """One target as the sessions of this process see it; one object for all of them.
+
+    Sessions that weigh a guess each for itself find that its row costs them little, take it all
+    at once, and are all slower. So they weigh it as if those of this process did alike, and plain
+    decoding is what it would be if all decoded plainly.
+
+    `verify` is a pass over its rows. `waits` is the rest of a round but for the wait for its
+    proposal, over the share of sessions that guess: their trips, which a target that goes on by
+    itself does not make, and their drafts, where passes wait for them. Where a pass alone is not
+    known, `verify` is fitted to all of it.
+    """
+
+    def __init__(self, verify: CostLine | None = None) -> None:
+        self.verify = verify or CostLine()
+        self.waits = CostLine(relative_slope=0.0, prior=(0.5, 0.5))
+        self.gate = Gate()
+        self.overlap_s = 0.0
+        self._num_sessions = self._num_guessing = 0
+        self.rounds_since_plain = self._num_overlaps = 0
+        self._tokens_per_s = 0.0
+        self._rows_per_round = self._tokens_per_round = 1.0
+
+    def join(self, *, decides: bool = True) -> "Share":
+        """A session begins; it leaves by `Share.leave`. One that does not decide how much it
+        guesses is to the others what the sessions of another process are."""
+        self._num_sessions += decides
+        return Share(self, decides=decides)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the sessions of this process."""
+        return self._tokens_per_s
+
+    @property
+    def num_sessions(self) -> int:
+        return self._num_sessions
+
+    @property
+    def share_guessing(self) -> float:
+        """Of the sessions of this process, those whose round may carry guesses."""
+        return self._num_guessing / self._num_sessions if self._num_sessions else 0.0
+
+    def round_s(self, rows: float, guessing: float) -> float:
+        """The target's part of a round, with this share of sessions that guess."""
+        return self.verify.predict(rows, guessing) + self.waits.predict(guessing)
+
+    def observe(self, target_s: float, compute_s: float, rows: int, *, ahead: bool) -> None:
+        """A round without the wait for its proposal; `ahead`: the draft worked meanwhile."""
+        guessing = self.share_guessing
+        self.rounds_since_plain = self.rounds_since_plain + 1 if guessing else 0
+        if ahead:
+            excess = target_s - self.round_s(rows, guessing)
+            self._num_overlaps += 1
+            pace = max(1.0 / self._num_overlaps, _OVERLAP_PACE)
+            self.overlap_s += pace * (excess - self.overlap_s)
+            target_s -= self.overlap_s
+            if self._num_overlaps <= _OVERLAP_FIRST:
+                return
+        if compute_s > 0.0:
+            self.verify.observe(compute_s, rows)
+            self.waits.observe(max(target_s - compute_s, 0.0), guessing)
+        else:
+            self.verify.observe(target_s, rows, guessing)
+
+    def remote_rows(self, other_rows: float) -> float:
+        """Of the rows beside a session's own, those of sessions of other processes."""
+        return max(other_rows - max(self._num_sessions - 1, 0) * self._rows_per_round, 0.0)
+
+    def plain_rows(self, other_rows: float) -> float:
+        """Rows of a pass if all sessions of this process decoded plainly."""
+        return max(self._num_sessions, 1) + self.remote_rows(other_rows)
+
+    def plain_s(self, other_rows: float) -> float:
+        """Seconds of a round if all decoded plainly: as last measured, or as the line has it."""
+        expected = self.round_s(self.plain_rows(other_rows), 0.0)
+        measured = self.gate.plain_round()
+        if measured is None or expected <= 0.0:
+            return expected
+        seconds, rows = measured
+        return seconds * expected / (self.round_s(rows, 0.0) or expected)
+
+    def remote_tokens_per_s(self, other_rows: float, pass_s: float) -> float:
+        """What sessions of other processes make, where their rows bring what ours do."""
+        if pass_s <= 0.0:
+            return 0.0
+        tokens_per_row = self._tokens_per_round / self._rows_per_round
+        return self.remote_rows(other_rows) * tokens_per_row / pass_s
+
+    def count_guessing(self, change: int) -> None:
+        self._num_guessing += change
+
+    def count_round(self, tokens: float, rows: int, rate_change: float) -> None:
+        self._tokens_per_s = max(self._tokens_per_s + rate_change, 0.0)
+        self._tokens_per_round += _ROUND_PACE * (tokens - self._tokens_per_round)
+        self._rows_per_round += _ROUND_PACE * (rows - self._rows_per_round)
+
+    def leave(self, tokens_per_s: float) -> None:
+        self._num_sessions -= 1
+        self._tokens_per_s = max(self._tokens_per_s - tokens_per_s, 0.0)
+
+
+class Share:
+    """One session's part in the load of its target."""
+
+    __slots__ = ("_decides", "_guesses", "_load", "_seconds", "_tokens", "tokens_per_s")
+
+    def __init__(self, load: TargetLoad, *, decides: bool) -> None:
+        self._load = load
+        self._decides = decides
+        self._guesses = False
+        self._tokens = self._seconds = 0.0
+        self.tokens_per_s = 0.0
+
+    def begin_round(self, *, guesses: bool) -> None:
+        if self._decides and guesses != self._guesses:
+            self._guesses = guesses
+            self._load.count_guessing(1 if guesses else -1)
+
+    def end_round(self, seen: Observation, tokens: float) -> None:
+        """`tokens` is what the round stands for, whatever luck made of it."""
+        if not self._decides:
+            return
+        self._tokens = _RATE_KEPT * self._tokens + tokens
+        self._seconds = _RATE_KEPT * self._seconds + seen.total_s
+        before = self.tokens_per_s
+        if self._seconds > 0.0:
+            self.tokens_per_s = self._tokens / self._seconds
+        load = self._load
+        load.count_round(tokens, seen.num_rows, self.tokens_per_s - before)
+        batch_rows = max(seen.batch_rows, seen.num_rows)
+        load.gate.observe(tokens, seen.total_s, batch_rows, load.share_guessing, load.num_sessions)
+
+    @property
+    def sessions_alike(self) -> float:
+        """How many sessions like this one make what those of this process make."""
+        if self.tokens_per_s <= 0.0:
+            return 1.0
+        return max(self._load.tokens_per_s / self.tokens_per_s, 1.0)
+
+    def leave(self) -> None:
+        """The session ends."""
+        if self._decides:
+            self.begin_round(guesses=False)
+            self._load.leave(self.tokens_per_s)

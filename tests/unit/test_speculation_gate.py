@@ -1,0 +1,112 @@
+"""Sessions of one target decide together: by what all made, with guesses and without."""
+
+import dataclasses
+import itertools
+
+from outrider.speculation.controller import AdaptiveController, Limits
+from outrider.speculation.gate import Gate, Phase
+from outrider.speculation.load import ProposerPool, TargetLoad
+from outrider.speculation.observation import Observation
+
+
+@dataclasses.dataclass
+class Crowd:
+    """Sessions that do as the gate says; guessing makes `gain` times the tokens of a round."""
+
+    gate: Gate
+    sessions: int
+    gain: float
+    willing: float = 1.0
+    log: list[Phase] = dataclasses.field(default_factory=list)
+
+    def rounds(self, count: int) -> "Crowd":
+        for _ in range(count * self.sessions):
+            guessing = self.willing if self.gate.is_open else 0.0
+            tokens = self.gain if guessing else 1.0
+            self.gate.observe(tokens, 0.02, 8.0, guessing, self.sessions)
+            self.log.append(self.gate.phase)
+        return self
+
+    def share(self, phase: Phase, last: int) -> float:
+        seen = self.log[-last * self.sessions :]
+        return seen.count(phase) / len(seen)
+
+
+def test_a_session_alone_is_never_held_back():
+    assert Crowd(Gate(), 1, gain=0.5).rounds(1000).share(Phase.OPEN, 1000) == 1.0
+
+
+def test_plain_decoding_is_measured_before_anyone_guesses():
+    crowd = Crowd(Gate(), 8, gain=1.5).rounds(100)
+    assert crowd.log[0] is Phase.CLOSED
+    assert crowd.log.index(Phase.TRIAL) > 8 * 10
+
+
+def test_the_gate_opens_where_guessing_pays_and_stays_open():
+    crowd = Crowd(Gate(), 8, gain=1.5).rounds(2000)
+    assert crowd.share(Phase.OPEN, 1500) > 0.95
+    assert abs(crowd.gate.gain - 1.5) < 0.1
+
+
+def test_the_gate_closes_where_it_does_not_and_is_tried_ever_more_rarely():
+    crowd = Crowd(Gate(), 8, gain=0.85).rounds(6000)
+    assert crowd.share(Phase.CLOSED, 6000) > 0.97
+    trials = [
+        i
+        for i, (a, b) in enumerate(zip(crowd.log, crowd.log[1:], strict=False))
+        if b is Phase.TRIAL is not a
+    ]
+    waits = [b - a for a, b in itertools.pairwise(trials)]
+    assert len(trials) >= 3 and waits == sorted(waits)
+
+
+def test_what_begins_to_pay_is_found_and_what_no_longer_does_is_left():
+    crowd = Crowd(Gate(), 4, gain=0.8).rounds(600)
+    crowd.gain = 1.4
+    assert crowd.rounds(1500).share(Phase.OPEN, 200) > 0.9
+    crowd.gain = 0.8
+    assert crowd.rounds(100).share(Phase.CLOSED, 10) == 1.0
+    assert crowd.rounds(800).share(Phase.OPEN, 800) == 0.0
+
+
+def test_a_few_that_guess_do_not_hold_up_the_others():
+    crowd = Crowd(Gate(), 16, gain=1.1, willing=0.1).rounds(1000)
+    assert crowd.share(Phase.CLOSED, 900) > 0.95
+
+
+def test_each_load_is_remembered():
+    """A burst of sessions does not begin with trials that failed a moment ago."""
+    crowd = Crowd(Gate(), 8, gain=0.8).rounds(500)
+    crowd.sessions, crowd.gain = 2, 1.5
+    assert crowd.rounds(300).share(Phase.OPEN, 50) > 0.8
+    crowd.sessions, crowd.gain = 8, 0.8
+    crowd.log.clear()
+    crowd.rounds(100)
+    assert crowd.share(Phase.CLOSED, 90) == 1.0
+
+
+def test_pinned_sessions_have_no_say():
+    load, pool = TargetLoad(), ProposerPool("draft")
+    pinned = [AdaptiveController(load, [pool], limits=Limits(pinned=0)) for _ in range(8)]
+    for _ in range(500):
+        for session in pinned:
+            assert session.next_length() == 0
+            session.observe(Observation(0, 0, 0.0, 0.02, 8))
+    assert load.num_sessions == 0 and load.gate.phase is Phase.OPEN
+    assert load.verify.predict(8) > 0.015
+    for session in pinned:
+        session.close()
+
+
+def test_sessions_that_end_are_gone():
+    load, pool = TargetLoad(), ProposerPool("draft")
+    sessions = [AdaptiveController(load, [pool]) for _ in range(5)]
+    for _ in range(30):
+        for session in sessions:
+            k = session.next_length()
+            session.observe(Observation(k, k, 0.001 * k, 0.02, 5 + k, num_asked=k))
+    assert load.num_sessions == 5 and load.tokens_per_s > 0
+    for session in sessions:
+        session.close()
+    assert load.num_sessions == 0 and load.share_guessing == 0
+    assert abs(load.tokens_per_s) < 1e-6
