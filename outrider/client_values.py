@@ -41,6 +41,7 @@ class GenerationOptions:
     seed: int | None = None
     mode: VerificationMode | None = None
     num_speculative_tokens: int | None = None
+    max_speculative_tokens: int | None = None
     proposer: str = ""
     fan_out: int | None = None
     report_rounds: bool = False
@@ -167,6 +168,8 @@ class ModelInfo:
     device: str
     proposers: tuple[str, ...]
     default_num_speculative_tokens: int
+    max_speculative_tokens: int
+    adaptive: bool
     eos_token_ids: tuple[int, ...]
 
 

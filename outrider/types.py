@@ -161,6 +161,9 @@ class DraftReport:
     failed: bool = False
     dropped: int = 0
     hit: bool | None = None
+    asked: int = 0
+    prepared: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

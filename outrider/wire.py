@@ -276,6 +276,9 @@ def report_to_proto(report: DraftReport) -> worker_pb2.DraftReport:
         compute_us=report.compute_us,
         failed=report.failed,
         dropped=report.dropped,
+        asked=report.asked,
+        prepared=report.prepared,
+        rank=report.rank,
     )
     if report.hit is not None:
         message.hit = report.hit
@@ -290,6 +293,9 @@ def report_from_proto(message: worker_pb2.DraftReport) -> DraftReport:
         failed=message.failed,
         dropped=message.dropped,
         hit=message.hit if message.HasField("hit") else None,
+        asked=message.asked,
+        prepared=message.prepared,
+        rank=message.rank,
     )
 
 

@@ -11,7 +11,14 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from outrider.bench.prompts import BenchPrompt
-from outrider.client import GenerationOptions, Message, OutriderClient, Prompt, Usage
+from outrider.client import (
+    GenerationOptions,
+    Message,
+    OutriderClient,
+    Prompt,
+    RoundReport,
+    Usage,
+)
 from outrider.errors import InternalError, Unavailable
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -29,6 +36,7 @@ class RequestResult:
     last_token_s: float | None
     total_s: float
     usage: Usage | None = None
+    rounds: tuple[RoundReport, ...] = ()
 
     @property
     def tpot_s(self) -> float | None:
@@ -65,6 +73,7 @@ class OutriderSystem:
             done.last_token_s,
             done.total_s,
             done.usage,
+            done.rounds,
         )
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import re
 import shlex
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from outrider.bench.plot import check_plot_library, draw
 from outrider.bench.prompts import BenchPrompt, default_prompts, read_prompts, select_evenly
+from outrider.bench.recording import record
 from outrider.bench.report import build_report
 from outrider.bench.runner import run_interleaved
 from outrider.bench.systems import OutriderSystem, System, TransformersSystem
@@ -27,6 +29,10 @@ from outrider.client import ModelInfo
 from outrider.errors import InvalidArgument
 
 SYSTEMS = ("plain", "speculative", "transformers", "transformers-assisted")
+_FIXED = re.compile(r"k=(\d+)\Z")
+"""Names of further systems: speculation with so many guesses a round."""
+PEER_LENGTH = 3
+"""Guesses of `transformers-assisted` where the server has no number."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -37,10 +43,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--limit", type=options.positive, metavar="N", help="default: all prompts")
     parser.add_argument("--concurrency", type=options.positive, default=1, metavar="C")
     parser.add_argument(
-        "--compare", type=_systems, default=("plain", "speculative"), help=", ".join(SYSTEMS)
+        "--compare",
+        type=_systems,
+        default=("plain", "speculative"),
+        help=f"{', '.join(SYSTEMS)}, k=N (speculative with N guesses a round)",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the report")
+    parser.add_argument(
+        "--record", type=Path, metavar="OUT.jsonl", help="write rounds, for outrider simulate"
+    )
     options.add_sampling(parser, max_tokens=96)
     options.add_speculation(parser)
     options.add_connection(parser)
@@ -50,9 +62,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _systems(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for name in text.split(",") if name))
-    unknown = [name for name in names if name not in SYSTEMS]
+    unknown = [name for name in names if name not in SYSTEMS and not _FIXED.match(name)]
     if unknown or not names:
-        raise argparse.ArgumentTypeError(f"choose from {', '.join(SYSTEMS)}; not {text!r}")
+        raise argparse.ArgumentTypeError(f"choose from {', '.join(SYSTEMS)}, k=N; not {text!r}")
     return names
 
 
@@ -75,10 +87,12 @@ def _check(args: argparse.Namespace) -> None:
     """What can be known before minutes are spent."""
     if args.plot:
         check_plot_library()
-    for flag in ("json", "plot"):
+    for flag in ("json", "plot", "record"):
         path = getattr(args, flag)
         if path is not None and not path.absolute().parent.is_dir():
             raise InvalidArgument(f"the folder of {path} does not exist", field=flag)
+    if args.record and "speculative" not in args.compare:
+        raise InvalidArgument("there is nothing to record without speculative", field="record")
     if "speculative" in args.compare and args.k == 0:
         raise InvalidArgument("0 is plain decoding; give 1 to 16 or leave it out", field="k")
 
@@ -95,6 +109,8 @@ async def _measure(
                 for name in args.compare
             ]
         runs = await _run(args, systems, prompts, err)
+        if args.record:
+            record(args.record, next(run for run in runs if run.system == "speculative"))
         peers = {s.name: s.info for s in systems if isinstance(s, TransformersSystem)}
     models = {
         "target": args.target if backend.stack else None,
@@ -123,13 +139,17 @@ async def _open_system(
     request = options.generation_options(args)
     if name == "plain":
         request = dataclasses.replace(request, num_speculative_tokens=0)
-    if name in ("plain", "speculative"):
+    if fixed := _FIXED.match(name):
+        request = dataclasses.replace(request, num_speculative_tokens=int(fixed[1]))
+    if not name.startswith("transformers"):
+        recorded = args.record is not None and name == "speculative"
+        request = dataclasses.replace(request, report_rounds=recorded)
         return OutriderSystem(name, backend.client, request)
     command = [sys.executable, "-m", "outrider.bench.transformers_peer", "--model", args.target]
     command += ["--dtype", model.dtype.partition("+")[0], "--threads", str(args.threads)]
     if name == "transformers-assisted":
         command += ["--assistant", args.draft]
-        command += ["--k", str(args.k or model.default_num_speculative_tokens)]
+        command += ["--k", str(args.k or model.default_num_speculative_tokens or PEER_LENGTH)]
     peer = TransformersSystem(
         name,
         backend.client,

@@ -10,7 +10,7 @@ from outrider.rpc.channel import ChannelSecurity
 from outrider.types import VerificationMode
 
 DTYPES = ("auto", "float32", "bfloat16")
-PROPOSERS = ("draft", "ngram")
+PROPOSERS = ("draft", "ngram", "auto")
 
 
 def count(text: str) -> int:
@@ -95,7 +95,12 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None = No
 def add_speculation(parser: argparse.ArgumentParser) -> None:
     """How the generation is sped up."""
     group = parser.add_argument_group("speculation")
-    group.add_argument("--k", type=int, metavar="K", help="guesses a round, 0 to 16; 0: off")
+    group.add_argument(
+        "--k", type=int, metavar="K", help="guesses a round, 0 to 16; 0: off; default: what pays"
+    )
+    group.add_argument(
+        "--max-k", type=int, metavar="K", help="guesses a round at most, where --k is left out"
+    )
     group.add_argument("--mode", choices=[mode.value for mode in VerificationMode])
     group.add_argument("--proposer", default="", choices=PROPOSERS)
     group.add_argument(
@@ -114,6 +119,7 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
         seed=args.seed,
         ignore_eos=args.ignore_eos,
         num_speculative_tokens=args.k,
+        max_speculative_tokens=args.max_k,
         mode=VerificationMode(args.mode) if args.mode else None,
         proposer=args.proposer,
         fan_out=args.fan_out,

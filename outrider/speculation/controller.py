@@ -76,6 +76,11 @@ class AdaptiveController:
         """Who is to guess in the next round, if anyone."""
         return self._course.proposer
 
+    @property
+    def fan_out(self) -> int:
+        """How many outcomes of the next round are worth preparing for."""
+        return self._fan_out
+
     def close(self) -> None:
         """The generation has ended."""
         self._beliefs.leave()
@@ -121,6 +126,8 @@ class AdaptiveController:
             return
         if seen.hit is not None:
             guesser.observe_hit(seen.hit, self.outcomes().hit_probability)
+            rank = seen.rank if seen.hit else None
+            guesser.pool.ranks.observe(rank, prepared=seen.prepared, bonus=seen.after_bonus)
         gain = self._beliefs.observe(seen, guesser, self._fan_out)
         won = seen.num_tokens - seen.total_s * self.decision.plain_tokens_per_s
         self._course.guessing_round(gain, paid=won >= 0.0)

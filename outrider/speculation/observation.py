@@ -13,7 +13,9 @@ class Observation:
     verifying pass (0: unknown). `hit` tells of rounds that an outcome buffer was asked for (None:
     there was none). `compute_s` is the pass alone, without waiting for it or for its reply (0:
     unknown). `proposal_s` is the time from asking for the proposal to having it, hidden or
-    not (0: unknown).
+    not (0: unknown). Where the buffer was asked, it held `prepared` tokens for the place where the
+    verdict before had stopped (`after_bonus`: behind all its guesses), and on a hit that verdict's
+    own token was of this `rank` among them.
     """
 
     num_proposed: int
@@ -27,6 +29,9 @@ class Observation:
     compute_s: float = 0.0
     proposal_s: float = 0.0
     num_asked: int = 0
+    prepared: int = 0
+    rank: int = 0
+    after_bonus: bool = False
 
     @property
     def target_s(self) -> float:

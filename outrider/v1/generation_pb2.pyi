@@ -68,18 +68,20 @@ class StopCriteria(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("mode", "num_speculative_tokens", "proposer", "fan_out", "report_rounds")
+    __slots__ = ("mode", "num_speculative_tokens", "proposer", "fan_out", "report_rounds", "max_speculative_tokens")
     MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.VerificationMode
     num_speculative_tokens: int
     proposer: str
     fan_out: int
     report_rounds: bool
-    def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ..., fan_out: _Optional[int] = ..., report_rounds: bool = ...) -> None: ...
+    max_speculative_tokens: int
+    def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ..., fan_out: _Optional[int] = ..., report_rounds: bool = ..., max_speculative_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("session_id", "model", "adapter", "prompt", "sampling", "stop", "speculation", "logprobs", "keep_session", "request_id")
@@ -301,7 +303,7 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "proposers", "default_num_speculative_tokens", "eos_token_ids")
+    __slots__ = ("name", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "proposers", "default_num_speculative_tokens", "eos_token_ids", "max_speculative_tokens", "adaptive")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +314,8 @@ class Model(_message.Message):
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_FIELD_NUMBER: _ClassVar[int]
     name: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -322,7 +326,9 @@ class Model(_message.Message):
     proposers: _containers.RepeatedScalarFieldContainer[str]
     default_num_speculative_tokens: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., proposers: _Optional[_Iterable[str]] = ..., default_num_speculative_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_speculative_tokens: int
+    adaptive: bool
+    def __init__(self, name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., proposers: _Optional[_Iterable[str]] = ..., default_num_speculative_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_speculative_tokens: _Optional[int] = ..., adaptive: bool = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)

@@ -30,7 +30,12 @@ class OrchestratorConfig(ServerConfig):
     worker_cert: str = setting("", help="PEM client certificate for the workers (mTLS)")
     worker_key: str = setting("", help="PEM key of that certificate")
     worker_token_file: str = setting("", help="file with the bearer token for the workers")
-    num_speculative_tokens: int = setting(3, help="guesses per round unless a request says")
+    num_speculative_tokens: int = setting(
+        -1, help="guesses per round unless a request says; -1: what pays best, round by round"
+    )
+    max_speculative_tokens: int = setting(
+        8, help="guesses per round at most where the controller chooses"
+    )
     proposer: str = setting("draft", help="what guesses by default", choices=PROPOSER_NAMES)
     draft_timeout_s: float = setting(
         2.0, help="seconds a proposal may take before the round goes on without"
@@ -56,13 +61,21 @@ class OrchestratorConfig(ServerConfig):
     lease_s: float = setting(30.0, help="seconds after which a silent owner loses a session")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise InvalidArgument(
-                f"{self.num_speculative_tokens} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
-                field="num_speculative_tokens",
-            )
+        for name, value, least in (
+            ("num_speculative_tokens", self.num_speculative_tokens, -1),
+            ("max_speculative_tokens", self.max_speculative_tokens, 0),
+        ):
+            if not least <= value <= MAX_SPECULATIVE_TOKENS:
+                raise InvalidArgument(
+                    f"{value} is not in [{least}, {MAX_SPECULATIVE_TOKENS}]", field=name
+                )
         if not 0 <= self.fan_out <= MAX_FAN_OUT:
             raise InvalidArgument(f"{self.fan_out} is not in [0, {MAX_FAN_OUT}]", field="fan_out")
+
+    @property
+    def pinned_length(self) -> int | None:
+        """Guesses per round; None where the controller chooses."""
+        return None if self.num_speculative_tokens < 0 else self.num_speculative_tokens
 
     @property
     def worker_security(self) -> ChannelSecurity:

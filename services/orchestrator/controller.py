@@ -18,6 +18,10 @@ class Controller(Protocol):
     """Chooses the length of proposals for one generation."""
 
     @property
+    def proposer(self) -> str:
+        """Who is to guess in the next round; "": nobody can."""
+
+    @property
     def fan_out(self) -> int:
         """Outcomes of the next round that the draft prepares for; 0: none."""
 
@@ -43,6 +47,7 @@ class FixedLength:
     """Always the same number of guesses."""
 
     num_speculative_tokens: int
+    proposer: str = ""
     fan_out: int = 0
     decision: Decision | None = None
 

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
@@ -32,7 +32,7 @@ from outrider.wire import (
     verdict_from_proto,
 )
 from services.orchestrator.controller import Controller
-from services.orchestrator.proposers import Proposed, Proposer
+from services.orchestrator.proposers import DRAFT, Proposed, Proposer
 from services.orchestrator.stopping import OutputStream, Released
 
 logger = logging.getLogger(__name__)
@@ -150,13 +150,14 @@ _NO_REPORT = DraftReport()
 class Decoder:
     """One generation. `find_target` is called for a target, again when the last one is lost.
 
-    Proposals come from `proposer`; a target that can ask the `direct` draft does so instead.
+    Proposals come from the one of `proposers` that the controller names; a target that can ask the
+    `direct` draft does so itself.
     """
 
     log: TokenLog
     output: OutputStream
     controller: Controller
-    proposer: Proposer | None
+    proposers: Mapping[str, Proposer]
     find_target: Callable[[], RemoteSession]
     wait_for_target: Callable[[], Awaitable[None]]
     deadline: float
@@ -167,6 +168,10 @@ class Decoder:
     _round_ended: float = 0.0
     _planned: tuple[int, int] = (0, 0)
     """Length and fan-out that the target goes on with."""
+    _by_plan: bool = False
+    """The entry under way has a plan: the target asks its draft by itself."""
+    _after_bonus: bool = True
+    """All guesses of the last verdict were accepted."""
     _untold: int = 0
     """Tokens of the log that the output has not been given yet."""
 
@@ -220,9 +225,15 @@ class Decoder:
                 context_len=len(self.log),
                 hit=report.hit,
                 round_s=rounds_us / 1e6 / len(rounds),
-                proposal_s=report.worker_us / 1e6,
+                compute_s=round_.spent.compute_us / 1e6,
+                proposal_s=(proposed.spent.worker_us + report.worker_us) / 1e6,
+                num_asked=report.asked if round_.report else length,
+                prepared=report.prepared,
+                rank=report.rank,
+                after_bonus=self._after_bonus,
             )
             records.append(self._observe(seen))
+            self._after_bonus = seen.num_accepted == seen.num_proposed
         self._tune()
         times = RoundTimes(
             rounds_us=rounds_us,
@@ -284,16 +295,18 @@ class Decoder:
 
     def _asks(self, target: RemoteSession | None) -> bool:
         """Whether the target asks the draft by itself."""
-        return self.direct is not None and target is not None and target.offers("drafts")
+        wanted = self.direct is not None and self.controller.proposer == DRAFT
+        return wanted and target is not None and target.offers("drafts")
 
     async def _propose(self, length: int) -> tuple[Proposed, int, OutriderError | None]:
         """A proposal, how long it took, and why there is none if the proposer failed."""
         nothing = Proposed(Proposal())
-        if length == 0 or self.proposer is None or self._asks(self.target):
+        proposer = self.proposers.get(self.controller.proposer)
+        if length == 0 or proposer is None or self._asks(self.target):
             return nothing, 0, None
         started = time.perf_counter()
         try:
-            proposed = await self.proposer.propose(length, self.deadline)
+            proposed = await proposer.propose(length, self.deadline)
         except OutriderError as error:
             if time.monotonic() >= self.deadline:
                 raise
@@ -331,10 +344,13 @@ class Decoder:
             entry.verify.delta.CopyFrom(delta)
             entry.verify.proposal.CopyFrom(proposal_to_proto(proposal))
             entry.verify.more_rounds = self._more_rounds(target, len(proposal))
-            if self.direct and self._asks(target):
+            self._by_plan = self._asks(target)
+            if self.direct and self._by_plan:
                 entry.verify.draft.CopyFrom(plan_to_proto(self._plan(self.direct)))
 
         replies = []
+        if self._by_plan and not self._asks(target):
+            target.settle()  # Another proposer has the next word.
         if target.has_more and not proposal:
             replies = await target.next_replies(self.deadline)
         if not replies:
@@ -354,7 +370,7 @@ class Decoder:
 
     def _tune(self) -> None:
         """Let a target that goes on by itself know what the controller wants now."""
-        if self.target is None or not self._asks(self.target) or not self.target.has_more:
+        if self.target is None or not self._by_plan or not self.target.has_more:
             return
         wanted = self.controller.next_length(), self.controller.fan_out
         if wanted != self._planned:

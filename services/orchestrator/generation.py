@@ -13,9 +13,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 import outrider
-from outrider.errors import InternalError, OutriderError
+from outrider.errors import InternalError, OutriderError, Unavailable
 from outrider.remote.link import WorkerLink
 from outrider.remote.session import RemoteSession, Routing
+from outrider.speculation.controller import AdaptiveController, Limits
+from outrider.speculation.length import Mode
+from outrider.speculation.load import ProposerPool
 from outrider.token_log import TokenLog
 from outrider.types import Fence, FinishReason, GenerationSpec, SpeculationStats
 from outrider.v1 import generation_pb2, worker_pb2
@@ -25,7 +28,7 @@ from outrider.wire import (
     sources_to_proto,
     stats_to_proto,
 )
-from services.orchestrator.controller import FixedLength
+from services.orchestrator.controller import Controller, FixedLength
 from services.orchestrator.decoder import (
     Decoder,
     DirectDraft,
@@ -33,8 +36,15 @@ from services.orchestrator.decoder import (
     RoundRecord,
     RoundTimes,
 )
+from services.orchestrator.learned import Learned
 from services.orchestrator.models import ModelRegistry, ServedModel
-from services.orchestrator.proposers import NGRAM, DraftModel, NgramLookup, Proposer
+from services.orchestrator.proposers import (
+    DRAFT,
+    NGRAM,
+    DraftModel,
+    NgramLookup,
+    Proposer,
+)
 from services.orchestrator.requests import GenerationPlan
 from services.orchestrator.stopping import OutputStream
 from services.orchestrator.store import SessionStore
@@ -62,6 +72,8 @@ class Surroundings:
     target_wait_s: float
     drafting: str
     fan_out: int
+    max_speculative_tokens: int
+    learned: Learned
 
 
 class Generation:
@@ -95,12 +107,14 @@ class Generation:
         self._output = OutputStream(model.tokenizer, plan.rules, prompt_len=plan.prompt_len)
         self._direct: DirectDraft | None = None
         self._fan_out = 0
-        self._proposer = self._make_proposer()
+        self._pools: list[ProposerPool] = []
+        self._proposers = self._make_proposers()
+        self._controller = self._make_controller()
         self._decoder = Decoder(
             log=log,
             output=self._output,
-            controller=FixedLength(plan.num_speculative_tokens, self._fan_out),
-            proposer=self._proposer,
+            controller=self._controller,
+            proposers=self._proposers,
             find_target=self._find_target,
             wait_for_target=self._wait_for_target,
             deadline=deadline,
@@ -154,6 +168,7 @@ class Generation:
 
     async def end(self) -> None:
         """Free everything: on the workers, and in the store what is not to be kept."""
+        self._controller.close()
         for remote in self._remotes:
             remote.settle()
             if self._finished is None:
@@ -236,26 +251,52 @@ class Generation:
         else:
             await self._around.store.delete(self._fence)
 
-    def _make_proposer(self) -> Proposer | None:
-        plan = self._plan
+    def _make_proposers(self) -> dict[str, Proposer]:
+        """Those that the request may use, the first one preferred."""
+        plan, found = self._plan, dict[str, Proposer]()
         if plan.num_speculative_tokens == 0:
-            return None
-        if plan.proposer == NGRAM:
-            return NgramLookup(self._log)
-        link = self._around.registry.pick_draft(self._model, plan.session_id)
+            return found
+        if plan.proposer != NGRAM:
+            draft = self._make_draft()
+            if draft is not None:
+                found[DRAFT] = draft
+        if plan.proposer != DRAFT:
+            found[NGRAM] = NgramLookup(self._log)
+            self._pools.append(self._around.learned.pool(self._model.name, NGRAM))
+        return found
+
+    def _make_draft(self) -> DraftModel | None:
+        plan, around = self._plan, self._around
+        link = around.registry.pick_draft(self._model, plan.session_id)
         if link is None or link.info is None:
             return None
         # A draft's vocabulary may end before the target's padding does.
         vocab_size = link.info.vocab_size
         fitting = tuple(i for i in plan.spec.stop_ids if i < vocab_size)
         remote = self._remote(link, replace(plan.spec, stop_ids=fitting, logprobs=None))
-        if self._around.drafting == DIRECT:
-            self._direct = DirectDraft(link.address, self._around.draft_timeout_s)
+        fingerprint = link.info.model_fingerprint
+        self._pools.append(around.learned.pool(self._model.name, DRAFT, fingerprint))
+        if around.drafting == DIRECT:
+            self._direct = DirectDraft(link.address, around.draft_timeout_s)
             self._fan_out = self._outcomes_ahead(link.info)
         return DraftModel(
-            remote,
-            vocab_size=self._model.vocab_size,
-            timeout_s=self._around.draft_timeout_s,
+            remote, vocab_size=self._model.vocab_size, timeout_s=around.draft_timeout_s
+        )
+
+    def _make_controller(self) -> Controller:
+        plan, around = self._plan, self._around
+        if plan.num_speculative_tokens is not None or not self._proposers:
+            length = plan.num_speculative_tokens if self._proposers else 0
+            return FixedLength(length or 0, next(iter(self._proposers), ""), self._fan_out)
+        try:
+            target = around.registry.pick_target(self._model, plan.session_id).address
+        except Unavailable:
+            target = ""  # One will come; what it costs is learned anew.
+        return AdaptiveController(
+            around.learned.load(target),
+            self._pools,
+            mode=Mode.PIPELINED if self._fan_out else Mode.SEQUENTIAL,
+            limits=Limits(cap=plan.max_speculative_tokens or around.max_speculative_tokens),
         )
 
     def _outcomes_ahead(self, draft: worker_pb2.InfoResponse) -> int:

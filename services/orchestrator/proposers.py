@@ -14,7 +14,9 @@ from services.orchestrator.ngram import NgramProposer
 
 DRAFT = "draft"
 NGRAM = "ngram"
-PROPOSER_NAMES = (DRAFT, NGRAM)
+AUTO = "auto"
+"""Whichever of them does best, in the controller's view."""
+PROPOSER_NAMES = (DRAFT, NGRAM, AUTO)
 
 _RETRY_AFTER_S = 1.0
 

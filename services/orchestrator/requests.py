@@ -41,7 +41,9 @@ class GenerationPlan:
     sampling: SamplingParams
     mode: VerificationMode
     rules: StopRules
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None
+    """None: the controller chooses, at most `max_speculative_tokens` (None: the server's)."""
+    max_speculative_tokens: int | None
     proposer: str
     fan_out: int | None
     """None: where it pays, as many as the server's default."""
@@ -68,7 +70,7 @@ class GenerationPlan:
 class Defaults:
     """What holds where a request says nothing."""
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None
     proposer: str
 
 
@@ -130,6 +132,9 @@ def plan_generation(
         mode=mode_from_proto(options.mode),
         rules=_stop_rules(request.stop, model, prompt_len),
         num_speculative_tokens=length,
+        max_speculative_tokens=(
+            options.max_speculative_tokens if options.HasField("max_speculative_tokens") else None
+        ),
         proposer=proposer,
         fan_out=options.fan_out if options.HasField("fan_out") else None,
         report_rounds=options.report_rounds,
@@ -196,17 +201,23 @@ def _check_text(text: str, field: str) -> None:
     require(len(text.encode()) <= MAX_TEXT_BYTES, f"is longer than {MAX_TEXT_BYTES} bytes", field)
 
 
-def _speculation(options: generation_pb2.SpeculationOptions, defaults: Defaults) -> tuple[int, str]:
+def _speculation(
+    options: generation_pb2.SpeculationOptions, defaults: Defaults
+) -> tuple[int | None, str]:
     length = (
         options.num_speculative_tokens
         if options.HasField("num_speculative_tokens")
         else defaults.num_speculative_tokens
     )
-    require(
-        length <= MAX_SPECULATIVE_TOKENS,
-        f"{length} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
-        "speculation.num_speculative_tokens",
-    )
+    for name, value in (
+        ("num_speculative_tokens", length or 0),
+        ("max_speculative_tokens", options.max_speculative_tokens),
+    ):
+        require(
+            value <= MAX_SPECULATIVE_TOKENS,
+            f"{value} is not in [0, {MAX_SPECULATIVE_TOKENS}]",
+            f"speculation.{name}",
+        )
     require(
         options.fan_out <= MAX_FAN_OUT,
         f"{options.fan_out} is not in [0, {MAX_FAN_OUT}]",

@@ -27,6 +27,7 @@ from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider.wire import mode_to_proto, reason_to_proto, sampling_to_proto
 from services.orchestrator.config import OrchestratorConfig
 from services.orchestrator.generation import Generation, Surroundings
+from services.orchestrator.learned import Learned
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.requests import (
     Defaults,
@@ -62,7 +63,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._registry = registry
         self._authenticator = authenticator
         self._owner = owner
-        self._defaults = Defaults(config.num_speculative_tokens, config.proposer)
+        self._defaults = Defaults(config.pinned_length, config.proposer)
+        self._learned = Learned()
         self._running: set[tuple[str, str]] = set()
         self._draining = False
 
@@ -198,6 +200,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 target_wait_s=self._config.target_wait_s,
                 drafting=self._config.drafting,
                 fan_out=self._config.fan_out,
+                max_speculative_tokens=self._config.max_speculative_tokens,
+                learned=self._learned,
             ),
             arrived=arrived,
             deadline=arrived + self._time_left(context),
@@ -258,7 +262,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             dtype=model.info.dtype,
             device=model.info.device,
             proposers=self._registry.proposers(model),
-            default_num_speculative_tokens=self._config.num_speculative_tokens,
+            default_num_speculative_tokens=self._config.pinned_length or 0,
+            max_speculative_tokens=self._config.max_speculative_tokens,
+            adaptive=self._config.pinned_length is None,
             eos_token_ids=model.info.eos_token_ids,
         )
 

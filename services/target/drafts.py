@@ -29,6 +29,7 @@ from outrider.types import EMPTY_PREFIX_HASH, Fence, GenerationSpec
 from outrider.v1 import worker_pb2
 from outrider.worker.sessions import Key, key_of
 from outrider.worker.worker import Host
+from services.target.fan_out import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,7 @@ class DraftPool:
         self._host: Host | None = None
         self._links: OrderedDict[str, WorkerLink] = OrderedDict()
         self._sessions: OrderedDict[Key, tuple[Owner, DraftSession]] = OrderedDict()
+        self._seen: dict[str, Shared] = {}
         self._for_loop: deque[Callable[[], None]] = deque()
         self._for_worker: list[Callable[[], None]] = []
         self._closing: set[asyncio.Task[None]] = set()
@@ -228,6 +230,12 @@ class DraftPool:
         while len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return session
+
+    def seen(self, address: str) -> Shared:
+        """What all sessions of a draft have seen; on the worker's thread."""
+        if len(self._seen) > _MAX_LINKS:
+            self._seen.clear()
+        return self._seen.setdefault(address, Shared())
 
     def on_loop(self, action: Callable[[], None]) -> None:
         """From the worker's thread. Threads wake each other once for all that is there: the

@@ -16,7 +16,7 @@ from outrider.types import DraftPlan, DraftReport, Proposal, Verdict
 from outrider.v1 import common_pb2, worker_pb2
 from outrider.wire import proposal_from_proto
 from services.target.drafts import Answer, Ask, DraftSession
-from services.target.fan_out import FanOut
+from services.target.fan_out import Forecast
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Chosen:
 class _Asked:
     """What the draft has been asked for, and what it said."""
 
-    ahead: bool
+    ask: Ask
     answer: Answer | None = None
 
 
@@ -50,13 +50,13 @@ class Speculation:
     plan: DraftPlan
     draft: DraftSession
     vocab_size: int
+    forecast: Forecast
     resume: Callable[[Chosen], None]
     _asked: _Asked | None = None
     _open: Verdict | None = None
     """The verdict whose round waits for the draft."""
     _log: TokenLog = field(default_factory=TokenLog)
     _waiting_since: float = 0.0
-    _fan_out: FanOut = field(default_factory=FanOut)
 
     @property
     def speculates(self) -> bool:
@@ -76,6 +76,7 @@ class Speculation:
         """The proposal after a verdict, already part of `log`; None: `resume` will tell."""
         asked, self._asked = self._asked, None
         self._log = log
+        self.forecast.saw(verdict)
         if self._length(len(log)) == 0:
             if asked is not None:
                 self.draft.cancel()
@@ -87,7 +88,7 @@ class Speculation:
         if asked is None:
             asked = self._ask(Ask(self._length(len(log))))
         if asked.answer is not None:
-            return self._select(asked.ahead, asked.answer, verdict)
+            return self._select(asked.ask, asked.answer, verdict)
         self._asked, self._open, self._waiting_since = asked, verdict, time.monotonic()
         return None
 
@@ -102,7 +103,7 @@ class Speculation:
         return max(min(self.plan.num_speculative_tokens, self.plan.end_len - base_len - 1), 0)
 
     def _ask(self, ask: Ask) -> _Asked:
-        asked = _Asked(ahead=bool(ask.fan_out))
+        asked = _Asked(ask)
         self.draft.ask(
             self._log, ask, self.plan.timeout_s, lambda answer: self._arrived(asked, answer)
         )
@@ -113,25 +114,29 @@ class Speculation:
         if self._asked is asked and self._open is not None:
             verdict, self._open, self._asked = self._open, None, None
             wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
-            chosen = self._select(asked.ahead, answer, verdict)
+            chosen = self._select(asked.ask, answer, verdict)
             self.resume(replace(chosen, report=replace(chosen.report, wait_us=wait_us)))
 
-    def _select(self, ahead: bool, answer: Answer, verdict: Verdict) -> Chosen:
+    def _select(self, ask: Ask, answer: Answer, verdict: Verdict) -> Chosen:
+        report = DraftReport(asked=ask.num_tokens)
         if answer.proposed is None:
             late = isinstance(answer.error, DeadlineExceeded)
-            return Chosen(report=DraftReport(failed=True, dropped=int(late)))
-        report = DraftReport(worker_us=answer.spent.worker_us, compute_us=answer.spent.compute_us)
+            return Chosen(report=replace(report, failed=True, dropped=int(late)))
+        spent = answer.spent
+        report = replace(report, worker_us=spent.worker_us, compute_us=spent.compute_us)
         try:
-            if not ahead:
+            if not ask.fan_out:
                 return Chosen(self._take(answer.proposed.proposal), report)
-            found = _find(answer.proposed, verdict)
-            self._fan_out.learn(verdict, found[0] if found else None)
-            proposal = self._take(found[1]) if found else _NOTHING
+            prepared = ask.fan_out[verdict.num_accepted]
+            rank, message = _find(answer.proposed, verdict)
+            self.forecast.found(verdict, rank, prepared)
+            proposal = self._take(message) if message is not None else _NOTHING
         except OutriderError as error:
             logger.warning("proposal dropped: %s", error)
             return Chosen(report=replace(report, failed=True, dropped=1))
         self._prepare(self._log, proposal)
-        return Chosen(proposal, replace(report, hit=found is not None))
+        hit = rank is not None
+        return Chosen(proposal, replace(report, hit=hit, prepared=prepared, rank=rank or 0))
 
     def _take(self, message: common_pb2.Proposal) -> Proposal:
         """What a draft has sent, checked, and no more of it than may be guessed."""
@@ -150,14 +155,13 @@ class Speculation:
         if not self.plan.fan_out or not self._length(longest) or not self.draft.usable:
             return
         self._log = log
-        budget = self.plan.fan_out
-        fan_out = self._fan_out.allocate(len(pending), budget)
+        fan_out = self.forecast.fan_out(len(pending), self.plan.fan_out)
         self._asked = self._ask(Ask(self._length(len(log) + 1), pending.token_ids, fan_out))
 
 
 def _find(
     proposed: worker_pb2.Proposed, verdict: Verdict
-) -> tuple[int, common_pb2.Proposal] | None:
+) -> tuple[int | None, common_pb2.Proposal | None]:
     """The outcome that a verdict is: its rank among those of its place, and its proposal."""
     rank, last = 0, verdict.token_ids[-1]
     for outcome in proposed.outcomes:
@@ -165,4 +169,4 @@ def _find(
             if outcome.token_id == last:
                 return rank, outcome.proposal
             rank += 1
-    return None
+    return None, None

@@ -29,6 +29,7 @@ from outrider.wire import (
 from outrider.worker.sessions import Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
 from services.target.drafts import DraftPool
+from services.target.fan_out import Forecast
 from services.target.speculation import Chosen, Speculation
 
 MAX_MORE_ROUNDS = 1024
@@ -108,7 +109,11 @@ class Verifier:
         round_: _Verification = work.context
         session = self._drafts.session(entry.header, round_.spec, plan.address)
         speculation = Speculation(
-            plan, session, self._vocab_size, lambda chosen: self._resume(work, chosen)
+            plan,
+            session,
+            self._vocab_size,
+            Forecast(self._drafts.seen(plan.address)),
+            lambda chosen: self._resume(work, chosen),
         )
         round_.speculation = speculation
         work.ahead = 0 if speculation.speculates else work.ahead

@@ -354,7 +354,7 @@ async def generating(
         log=log,
         output=OutputStream(TOKENIZER, stop, prompt_len=len(PROMPT)),
         controller=controller or FixedLength(0),
-        proposer=proposer,
+        proposers={"scripted": proposer} if proposer else {},
         find_target=find_target,
         wait_for_target=wait_for_target,
         deadline=time.monotonic() + timeout_s,
@@ -434,7 +434,7 @@ async def test_no_round_is_asked_for_that_could_not_be_told(
 async def test_where_guesses_are_to_come_no_more_rounds_are_asked_for(offers: bool, k: int) -> None:
     target = ScriptedTarget(offers=offers)
     proposer = Guesses(random.Random(k))
-    async with generating(target, controller=FixedLength(k), proposer=proposer) as one:
+    async with generating(target, controller=FixedLength(k, "scripted"), proposer=proposer) as one:
         proposer.log = one.decoder.log
         await one.finish()
     assert one.tokens == TRUTH[:40] and one.stats.accepted > 5
@@ -461,6 +461,7 @@ class Moody:
     """A controller that promises plain rounds and now and then does not keep it."""
 
     chance: random.Random
+    proposer: str = "scripted"
     fan_out: int = 0
     decision: None = None
 

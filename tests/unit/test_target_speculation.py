@@ -26,6 +26,7 @@ from outrider.types import DraftPlan, GenerationSpec, SamplingParams
 from outrider.wire import plan_to_proto, report_from_proto
 from outrider.worker.worker import Worker, WorkerLimits
 from services.target.drafts import Answer
+from services.target.fan_out import Shared
 from services.target.verifier import Verifier
 
 GREEDY = GenerationSpec(SamplingParams())
@@ -42,6 +43,7 @@ class Drafts:
         self.cancelled = 0
         self.usable = True
         self.hold = None
+        self.shared = Shared()
         self.spoil = None
         self.damage = None
 
@@ -53,6 +55,9 @@ class Drafts:
             self.owner.spec = spec
             self.owner.opened()
         return self
+
+    def seen(self, address):
+        return self.shared
 
     def cancel(self):
         self.cancelled += 1

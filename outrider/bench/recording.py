@@ -1,0 +1,31 @@
+"""Rounds of a run as a trace, which `outrider simulate` replays."""
+
+from pathlib import Path
+
+from outrider.bench.runner import SystemRun
+from outrider.bench.systems import RequestResult
+from outrider.speculation.traces import TracedRound, TracedSession, write
+
+
+def record(path: Path, run: SystemRun) -> None:
+    """Write the rounds of each answer; what they cost is fitted from them when they are read."""
+    ahead = any(report.hit is not None for result in run.results for report in result.rounds)
+    header = {"mode": "pipelined" if ahead else "sequential"}
+    write(path, header, map(_session, run.results))
+
+
+def _session(result: RequestResult) -> TracedSession:
+    rounds = tuple(
+        TracedRound(
+            proposed=report.proposed,
+            accepted=report.accepted,
+            draft_us=report.draft_us,
+            verify_us=report.verify_us,
+            round_us=report.round_us,
+            batch_rows=report.batch_rows,
+            context_len=report.context_len,
+            hit=report.hit,
+        )
+        for report in result.rounds
+    )
+    return TracedSession(result.prompt_id, result.category, rounds)

@@ -1,0 +1,35 @@
+"""What this orchestrator has learned of targets and proposers: all generations share it."""
+
+from collections import OrderedDict
+from typing import TypeVar
+
+from outrider.speculation.load import ProposerPool, TargetLoad
+
+_MAX_KNOWN = 1024
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Learned:
+    """Costs and load of each target, and how the guesses of each proposer fare there."""
+
+    def __init__(self) -> None:
+        self._loads: OrderedDict[str, TargetLoad] = OrderedDict()
+        self._pools: OrderedDict[tuple[str, str, str], ProposerPool] = OrderedDict()
+
+    def load(self, address: str) -> TargetLoad:
+        """The target at an address."""
+        return _recall(self._loads, address, TargetLoad())
+
+    def pool(self, model: str, proposer: str, fingerprint: str = "") -> ProposerPool:
+        """A proposer for a target model; `fingerprint` is that of a draft model."""
+        return _recall(self._pools, (model, proposer, fingerprint), ProposerPool(proposer))
+
+
+def _recall(known: "OrderedDict[K, V]", key: K, new: V) -> V:
+    found = known.setdefault(key, new)
+    known.move_to_end(key)
+    while len(known) > _MAX_KNOWN:
+        known.popitem(last=False)
+    return found
