@@ -288,6 +288,7 @@ class Generation:
         if plan.num_speculative_tokens is not None or not self._proposers:
             length = plan.num_speculative_tokens if self._proposers else 0
             return FixedLength(length or 0, next(iter(self._proposers), ""), self._fan_out)
+        cap = plan.max_speculative_tokens
         try:
             target = around.registry.pick_target(self._model, plan.session_id).address
         except Unavailable:
@@ -296,7 +297,7 @@ class Generation:
             around.learned.load(target),
             self._pools,
             mode=Mode.PIPELINED if self._fan_out else Mode.SEQUENTIAL,
-            limits=Limits(cap=plan.max_speculative_tokens or around.max_speculative_tokens),
+            limits=Limits(cap=around.max_speculative_tokens if cap is None else cap),
         )
 
     def _outcomes_ahead(self, draft: worker_pb2.InfoResponse) -> int:

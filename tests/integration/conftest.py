@@ -53,6 +53,7 @@ async def stack(tiny_models: dict[str, Path]) -> AsyncIterator[Rig]:
         draft=str(tiny_models["draft"]),
         dtype="float32",
         threads=1,
+        num_speculative_tokens=3,
         drain_s=10,
         env={
             "OUTRIDER_ORCHESTRATOR_SESSION_LINGER_S": str(LINGER_S),

@@ -219,7 +219,13 @@ class Parts:
         targets, drafts = tuple(targets), tuple(drafts)
         flags = [flag for address in targets for flag in ("--targets", address)]
         flags += [flag for address in drafts for flag in ("--drafts", address)]
-        values = {"store_url": store_url, "session_linger_s": LINGER_S, "drain_s": 10, **settings}
+        values = {
+            "store_url": store_url,
+            "session_linger_s": LINGER_S,
+            "drain_s": 10,
+            "num_speculative_tokens": 3,  # What tests count on where they give no number.
+            **settings,
+        }
         async with self.process("orchestrator", *flags, **values) as (child, address):
             client = await OutriderClient.connect(
                 address=address, security=ChannelSecurity(token_file=client_token_file)
