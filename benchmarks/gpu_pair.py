@@ -29,10 +29,12 @@ PROMPT_TOKENS = 64
 class Variant(NamedTuple):
     """Guesses a round, and outcomes that the draft prepares for."""
 
-    k: int
-    fan_out: int
+    k: int | None
+    fan_out: int | None
 
     def __str__(self) -> str:
+        if self.k is None:
+            return "auto"
         if not self.k:
             return "plain"
         return f"k={self.k}" + (f", {self.fan_out} outcomes ahead" if self.fan_out else "")
@@ -177,7 +179,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft", default="1b")
     parser.add_argument("--eps", type=float, default=0.01)
     parser.add_argument(
-        "--variants", type=variants, default=[Variant(4, 0)], help="k, or k@fan-out; by commas"
+        "--variants",
+        type=variants,
+        default=[Variant(4, 0)],
+        help="k, k@fan-out, or auto; by commas",
     )
     parser.add_argument("--devices", default="cuda:0,cuda:0", help="the target's, the draft's")
     parser.add_argument("--quantize", default="none,none", help="the target's, the draft's")
@@ -201,6 +206,9 @@ def parse() -> argparse.Namespace:
 def variants(text: str) -> list[Variant]:
     found = []
     for part in text.split(","):
+        if part == "auto":
+            found.append(Variant(None, None))
+            continue
         k, _, fan_out = part.partition("@")
         found.append(Variant(int(k), int(fan_out or 0)))
     return found
