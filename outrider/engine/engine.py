@@ -187,7 +187,11 @@ class Engine:
         failed: list[tuple[Work, Exception]] = []
         for chunk in batch:
             try:
-                ready += self._collect([chunk], self._run([chunk]))
+                # Logits are valid until the next pass.
+                ready += [
+                    (work, logits.clone())
+                    for work, logits in self._collect([chunk], self._run([chunk]))
+                ]
             except Exception as error:
                 failed += self._fail(chunk.work, error).failed
         return StepResult(tuple(ready), tuple(failed))
