@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from outrider.speculation.acceptance import AcceptanceModel, expected_tokens
+from outrider.speculation.costs import CostLine
 from outrider.speculation.length import Offer, RoundCosts
 from outrider.speculation.load import ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
@@ -20,11 +21,17 @@ _WORST_ROUND = 4.0
 class Guesser:
     """One proposer as one session knows it."""
 
-    def __init__(self, pool: ProposerPool) -> None:
+    def __init__(self, pool: ProposerPool, load: TargetLoad) -> None:
         self.pool = pool
+        self._load = load
         self.acceptance = AcceptanceModel(pool.acceptance)
         self.coverage = 1.0
         self._hits = self._expected_hits = 10.0
+
+    @property
+    def draft(self) -> CostLine:
+        """What a proposal takes with as many sessions as there are."""
+        return self.pool.draft(self._load.num_sessions)
 
     @property
     def hit_scale(self) -> float:
@@ -35,7 +42,7 @@ class Guesser:
         """Learn from a round that was to carry guesses of this one."""
         if seen.hit is None:
             self.coverage += _SHARE_PACE * ((seen.num_proposed > 0) - self.coverage)
-            self.pool.draft.observe(seen.draft_s, seen.num_proposed or seen.num_asked)
+            self.draft.observe(seen.draft_s, seen.num_proposed or seen.num_asked)
         elif seen.hit:
             self._observe_hidden(seen, fan_out)
         self.acceptance.observe(seen.num_proposed, seen.num_accepted)
@@ -47,7 +54,7 @@ class Guesser:
         self._expected_hits = keep * self._expected_hits + _SHARE_PACE * 10.0 * expected
 
     def offer(self, k_max: int) -> Offer:
-        draft = self.pool.draft
+        draft = self.draft
         return Offer(
             self.pool.name,
             self.acceptance.survival(k_max + 1),
@@ -62,7 +69,7 @@ class Guesser:
     def _observe_hidden(self, seen: Observation, fan_out: int) -> None:
         """Drafting while the target works shows only where it takes longer; else it is a bound."""
         steps, outcomes = seen.num_proposed, max(fan_out - 1, 0)
-        draft = self.pool.draft
+        draft = self.draft
         if seen.proposal_s > 0.0:
             draft.observe(seen.proposal_s, steps, outcomes)
         elif seen.draft_s > 0.02 * seen.target_s:
@@ -76,7 +83,7 @@ class Beliefs:
 
     def __init__(self, load: TargetLoad, pools: Sequence[ProposerPool], *, decides: bool) -> None:
         self.load = load
-        self.guessers = {pool.name: Guesser(pool) for pool in pools}
+        self.guessers = {pool.name: Guesser(pool, load) for pool in pools}
         self._share = load.join(decides=decides)
         self._other_rows: float | None = None
         self._costs = RoundCosts(0.0, 0.0, 0.0)

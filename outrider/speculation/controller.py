@@ -126,8 +126,9 @@ class AdaptiveController:
             return
         if seen.hit is not None:
             guesser.observe_hit(seen.hit, self.outcomes().hit_probability)
-            rank = seen.rank if seen.hit else None
-            guesser.pool.ranks.observe(rank, prepared=seen.prepared, bonus=seen.after_bonus)
+            if seen.prepared:
+                rank = seen.rank if seen.hit else None
+                guesser.pool.ranks.observe(rank, prepared=seen.prepared, bonus=seen.after_bonus)
         gain = self._beliefs.observe(seen, guesser, self._fan_out)
         won = seen.num_tokens - seen.total_s * self.decision.plain_tokens_per_s
         self._course.guessing_round(gain, paid=won >= 0.0)
@@ -137,6 +138,8 @@ class AdaptiveController:
 
     def _decides_now(self) -> bool:
         """Every round, but where a length is settled and no try is under way."""
+        if self._length == 0 and self._pinned is None and self._course.is_closed:
+            return False
         settled = self._course.settled if self._pinned is None else self._pinned
         goes_on = self._pinned is not None or self._course.is_settled
         return not goes_on or self._length != settled or self._rounds >= _DECIDE_EVERY
@@ -166,4 +169,4 @@ class AdaptiveController:
     def _unknown_proposer(self) -> str:
         known = _FIRST_ROUNDS
         guessers = self._beliefs.guessers.items()
-        return next((n for n, g in guessers if g.pool.draft.num_observations < known), "")
+        return next((n for n, g in guessers if g.draft.num_observations < known), "")

@@ -93,7 +93,12 @@ class Course:
         """Whether nothing but a change of what lengths are worth would change the next one."""
         phase = self._load.gate.phase
         goes_on = phase is self._phase and phase is not Phase.TRIAL and not self._going_out
-        return goes_on and self.settled > 0 and self.trial is None
+        return goes_on and self.trial is None and (self.settled > 0 or phase is Phase.CLOSED)
+
+    @property
+    def is_closed(self) -> bool:
+        """Decoding plainly until the gate opens, whatever lengths are worth."""
+        return self._phase is Phase.CLOSED and self.is_settled and not self.settled
 
     def choose(self, table: Table, plain: Plan, rounds: int) -> int:
         """The next length, `rounds` after the last one was chosen; sets `proposer`, `trial`."""

@@ -1,5 +1,6 @@
 """What the sessions of one target share: what they learned, and who loses time to a row."""
 
+import math
 from dataclasses import dataclass, field
 
 from outrider.speculation.acceptance import PoolPrior
@@ -15,22 +16,28 @@ _OVERLAP_PACE = 1 / 64
 
 _ROUND_PACE = 0.02
 _RATE_KEPT = 0.95
+_OTHER_LOAD = 1.5
+"""So many times more or fewer sessions are another load for a draft."""
 
 
 @dataclass(slots=True)
 class ProposerPool:
-    """What all sessions of one (target, proposer) learn together.
-
-    `draft` is the time from asking for a proposal to having it: over steps, and over outcomes
-    prepared beyond the first.
-    """
+    """What all sessions of one (target, proposer) learn together."""
 
     name: str
     acceptance: PoolPrior = field(default_factory=PoolPrior)
-    draft: CostLine = field(
-        default_factory=lambda: CostLine(relative_slope=0.5, relative_other=0.02)
-    )
     ranks: RankCounts = field(default_factory=RankCounts)
+    _drafts: dict[int, CostLine] = field(default_factory=dict)
+
+    def draft(self, num_sessions: int) -> CostLine:
+        """The time from asking for a proposal to having it: over steps, and over outcomes prepared
+        beyond the first. The sessions share a draft, so what it takes is another line with more of
+        them; about so many are taken together."""
+        load = round(math.log(max(num_sessions, 1), _OTHER_LOAD))
+        line = self._drafts.get(load)
+        if line is None:
+            line = self._drafts[load] = CostLine(relative_slope=0.5, relative_other=0.02)
+        return line
 
 
 class TargetLoad:
