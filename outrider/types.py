@@ -164,6 +164,7 @@ class DraftReport:
     asked: int = 0
     prepared: int = 0
     rank: int = 0
+    trip_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

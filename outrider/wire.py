@@ -279,6 +279,7 @@ def report_to_proto(report: DraftReport) -> worker_pb2.DraftReport:
         asked=report.asked,
         prepared=report.prepared,
         rank=report.rank,
+        trip_us=report.trip_us,
     )
     if report.hit is not None:
         message.hit = report.hit
@@ -296,6 +297,7 @@ def report_from_proto(message: worker_pb2.DraftReport) -> DraftReport:
         asked=message.asked,
         prepared=message.prepared,
         rank=message.rank,
+        trip_us=message.trip_us,
     )
 
 

@@ -126,7 +126,9 @@ class _Bucket:
         self.draw_graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         """By whether tokens are cut off, and the candidates of a row."""
         self.logits: Tensor | None = None
+        # Rows of a pass that was never filled, in warm-up, belong nowhere.
         self.host["slots"][:] = -1
+        self._inputs.send()
 
     def fill(self, batch: Tokens[Rows]) -> int:
         """Describe a pass; the number of logits rows that it wants."""

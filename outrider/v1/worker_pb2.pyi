@@ -225,7 +225,7 @@ class TuneEntry(_message.Message):
     def __init__(self, num_speculative_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
 class DraftReport(_message.Message):
-    __slots__ = ("wait_us", "worker_us", "compute_us", "failed", "dropped", "hit", "asked", "prepared", "rank")
+    __slots__ = ("wait_us", "worker_us", "compute_us", "failed", "dropped", "hit", "asked", "prepared", "rank", "trip_us")
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
     WORKER_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,7 @@ class DraftReport(_message.Message):
     ASKED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    TRIP_US_FIELD_NUMBER: _ClassVar[int]
     wait_us: int
     worker_us: int
     compute_us: int
@@ -244,7 +245,8 @@ class DraftReport(_message.Message):
     asked: int
     prepared: int
     rank: int
-    def __init__(self, wait_us: _Optional[int] = ..., worker_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., failed: bool = ..., dropped: _Optional[int] = ..., hit: bool = ..., asked: _Optional[int] = ..., prepared: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
+    trip_us: int
+    def __init__(self, wait_us: _Optional[int] = ..., worker_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., failed: bool = ..., dropped: _Optional[int] = ..., hit: bool = ..., asked: _Optional[int] = ..., prepared: _Optional[int] = ..., rank: _Optional[int] = ..., trip_us: _Optional[int] = ...) -> None: ...
 
 class VerifyEntry(_message.Message):
     __slots__ = ("delta", "proposal", "more_rounds", "draft")

@@ -151,7 +151,8 @@ async def _next_batch(outbox: Outbox) -> list[worker_pb2.Reply] | None:
     batch = []
     while item is not None:
         reply, done = item
-        reply.header.elapsed_us += int((time.monotonic() - done) * 1e6)
+        if not reply.header.more:  # Else the next round runs meanwhile, and counts the time.
+            reply.header.elapsed_us += int((time.monotonic() - done) * 1e6)
         batch.append(reply)
         if outbox.empty() or len(batch) == _MAX_BATCH:
             return batch

@@ -138,8 +138,8 @@ class _Round:
         if not verified.HasField("draft"):
             return cls(verdict_from_proto(verified), spent)
         report = report_from_proto(verified.draft)
-        # What the session waited for its draft is the draft's time.
-        spent = replace(spent, worker_us=max(spent.worker_us - report.wait_us, 0))
+        # While the draft was asked the session was not with the target.
+        spent = replace(spent, worker_us=max(spent.worker_us - report.trip_us, 0))
         return cls(verdict_from_proto(verified), spent, report)
 
 
@@ -287,7 +287,7 @@ class Decoder:
     def _more_rounds(self, target: RemoteSession, num_guesses: int) -> int:
         """Rounds that the target is to go on with by itself after this one."""
         rounds = 0
-        if self._asks(target):
+        if self._asks(target) and self._goes_by_plan(target):
             rounds = _MAX_ROUNDS
         elif target.offers("more_rounds"):
             rounds = self.controller.plain_rounds()
@@ -344,7 +344,7 @@ class Decoder:
             entry.verify.delta.CopyFrom(delta)
             entry.verify.proposal.CopyFrom(proposal_to_proto(proposal))
             entry.verify.more_rounds = self._more_rounds(target, len(proposal))
-            self._by_plan = self._asks(target)
+            self._by_plan = self._asks(target) and self._goes_by_plan(target)
             if self.direct and self._by_plan:
                 entry.verify.draft.CopyFrom(plan_to_proto(self._plan(self.direct)))
 
@@ -356,6 +356,10 @@ class Decoder:
         if not replies:
             replies = [await target.call(set_op, self.deadline)]
         return [_Round.of(reply) for reply in replies]
+
+    def _goes_by_plan(self, target: RemoteSession) -> bool:
+        """Whether there is anything that the target can go on with by itself."""
+        return self.controller.next_length() > 0 or target.offers("more_rounds")
 
     def _plan(self, draft: DirectDraft) -> DraftPlan:
         self._planned = self.controller.next_length(), self.controller.fan_out

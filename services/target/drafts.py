@@ -69,6 +69,8 @@ class Answer:
 
     proposed: worker_pb2.Proposed | None = None
     spent: Spent = NOTHING_SPENT
+    trip_us: int = 0
+    """From asking to the answer, on the event loop's side."""
     error: OutriderError | None = None
 
 
@@ -124,7 +126,8 @@ class DraftSession:
         self._stop()
         self._log.cut(start)
         self._log.append(token_ids)
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
+        deadline = started + timeout_s
 
         def answer(result: worker_pb2.Reply | OutriderError | None) -> None:
             if result is None:
@@ -132,7 +135,8 @@ class DraftSession:
                 return
             if isinstance(result, OutriderError):
                 self._note(result)
-            self._pool.on_worker(lambda: on_answer(_answer(result)))
+            trip_us = int((time.monotonic() - started) * 1e6)
+            self._pool.on_worker(lambda: on_answer(_answer(result, trip_us)))
 
         if self._remote is None or not self._remote.start(ask.fill, timeout_s, answer):
             answer(None)
@@ -184,12 +188,12 @@ class DraftSession:
         self._not_before = time.monotonic() + _RETRY_AFTER_S
 
 
-def _answer(result: worker_pb2.Reply | OutriderError) -> Answer:
+def _answer(result: worker_pb2.Reply | OutriderError, trip_us: int) -> Answer:
     if isinstance(result, OutriderError):
         return Answer(error=result)
     if not result.HasField("proposed"):
         return Answer(error=InternalError("the draft's reply holds no proposal"))
-    return Answer(result.proposed, Spent.of(result, result.proposed.timing))
+    return Answer(result.proposed, Spent.of(result, result.proposed.timing), trip_us)
 
 
 class DraftPool:

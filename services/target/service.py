@@ -60,11 +60,17 @@ class TargetConfig(WorkerConfig):
         )
 
 
-def _capabilities(config: TargetConfig, loaded: LoadedModel) -> tuple[str, ...]:
-    offered = config.more_rounds == "on" or (
+def _offers_plain_rounds(config: TargetConfig, loaded: LoadedModel) -> bool:
+    return config.more_rounds == "on" or (
         config.more_rounds == "auto" and loaded.device.type == "cuda"
     )
-    optional = {"more_rounds": offered, "drafts": config.ask_drafts}
+
+
+def _capabilities(config: TargetConfig, loaded: LoadedModel) -> tuple[str, ...]:
+    optional = {
+        "more_rounds": _offers_plain_rounds(config, loaded),
+        "drafts": config.ask_drafts,
+    }
     return (*CAPABILITIES, *(name for name, on in optional.items() if on))
 
 
@@ -75,7 +81,7 @@ async def serve(config: TargetConfig) -> None:
             config,
             tier_name="target",
             service_name=target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
-            make_tier=lambda loaded, context_length: _make_tier(loaded, context_length, drafts),
+            make_tier=lambda loaded, context: _make_tier(loaded, context, config, drafts),
             make_servicer=TargetServicer,
             add_servicer=_add_servicer,
             capabilities=lambda loaded: _capabilities(config, loaded),
@@ -86,11 +92,19 @@ async def serve(config: TargetConfig) -> None:
 
 
 def _make_tier(
-    loaded: LoadedModel, context_length: int, drafts: DraftPool | None = None
+    loaded: LoadedModel,
+    context_length: int,
+    config: TargetConfig,
+    drafts: DraftPool | None = None,
 ) -> Verifier:
     if drafts is not None:
         drafts.serve(tokenizer=loaded.tokenizer.fingerprint, vocab_size=loaded.vocab_size)
-    return Verifier(vocab_size=loaded.vocab_size, context_length=context_length, drafts=drafts)
+    return Verifier(
+        vocab_size=loaded.vocab_size,
+        context_length=context_length,
+        drafts=drafts,
+        plain_by_plan=_offers_plain_rounds(config, loaded),
+    )
 
 
 def main() -> None:

@@ -115,7 +115,9 @@ class Speculation:
             verdict, self._open, self._asked = self._open, None, None
             wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
             chosen = self._select(asked.ask, answer, verdict)
-            self.resume(replace(chosen, report=replace(chosen.report, wait_us=wait_us)))
+            trip_us = min(answer.trip_us, wait_us)
+            report = replace(chosen.report, wait_us=wait_us, trip_us=trip_us)
+            self.resume(replace(chosen, report=report))
 
     def _select(self, ask: Ask, answer: Answer, verdict: Verdict) -> Chosen:
         report = DraftReport(asked=ask.num_tokens)

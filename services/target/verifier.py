@@ -56,12 +56,19 @@ class Verifier:
     """A `Tier` (outrider.worker.worker) that verifies proposals."""
 
     def __init__(
-        self, *, vocab_size: int, context_length: int, drafts: DraftPool | None = None
+        self,
+        *,
+        vocab_size: int,
+        context_length: int,
+        drafts: DraftPool | None = None,
+        plain_by_plan: bool = True,
     ) -> None:
-        """`drafts` are those that it may ask by itself."""
+        """`drafts` are those that it may ask by itself; without `plain_by_plan` it leaves plain
+        rounds in between to the orchestrator."""
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._drafts = drafts
+        self._plain_by_plan = plain_by_plan
         self._host: Host | None = None
 
     def attach(self, host: Host) -> None:
@@ -152,7 +159,8 @@ class Verifier:
         if speculation is None:
             _next_round(work, Proposal(), None)
             return Next.NOW
-        if len(log) >= speculation.plan.end_len:
+        ends = len(log) >= speculation.plan.end_len
+        if ends or not (speculation.speculates or self._plain_by_plan):
             return Next.NONE
         chosen = speculation.choose(log, done.verdict)
         if chosen is None:

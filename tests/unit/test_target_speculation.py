@@ -142,7 +142,9 @@ def make_rig(tiny_models):
             worker = Worker(runner, verifier, WorkerLimits(**limits), vocab_size=loaded.vocab_size)
             worker.start()
             stack.callback(worker.stop)
-            return Rig(Bench(worker, runner), drafts, spec)
+            rig = Rig(Bench(worker, runner), drafts, spec)
+            rig.verifier = verifier
+            return rig
 
         yield make
 
@@ -321,6 +323,20 @@ def test_a_plan_is_tuned_under_way(make_rig):
     while 6 not in lengths and time.monotonic() < deadline:
         lengths.add(verdict_of(replies.get(timeout=TIMEOUT_S)).num_proposed)
     assert lengths == {2, 6}
+
+
+def test_a_target_may_leave_plain_rounds_to_others(make_rig):
+    """Tuned to no guesses it answers once more, and that is all."""
+    rig = make_rig(draft="target")
+    rig.verifier._plain_by_plan = False
+    replies = rig.owner.bench.post(rig.entry(k=2, end_len=len(PROMPT) + 200))
+    replies.get(timeout=TIMEOUT_S)
+    entry = rig.owner.entry()
+    entry.tune.num_speculative_tokens = 0
+    rig.owner.bench.worker.submit(entry, lambda reply: pytest.fail("tune has no reply"))
+    reply = rig.read(replies)
+    assert not reply.header.more and len(rig.verdicts) < 60
+    assert rig.verdicts[-1].num_proposed in (0, 2)
 
 
 def test_an_entry_that_was_ended_leaves_no_ask(make_rig):

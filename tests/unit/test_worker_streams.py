@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 
@@ -15,7 +16,7 @@ from outrider.rpc.server import Server, ServerConfig
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 from outrider.worker.service import WorkerConfig, _build
 from outrider.worker.servicer import chunks
-from services.target.service import CAPABILITIES, TargetServicer, _make_tier
+from services.target.service import CAPABILITIES, TargetConfig, TargetServicer, _make_tier
 
 TIMEOUT_S = 20.0
 SERVICE = "outrider.v1.TargetService"
@@ -181,7 +182,8 @@ def test_pieces_keep_under_the_limit_and_lose_nothing():
 
 
 def build(config):
-    return asyncio.to_thread(_build, config, "target", _make_tier)
+    make_tier = functools.partial(_make_tier, config=TargetConfig())
+    return asyncio.to_thread(_build, config, "target", make_tier)
 
 
 async def test_a_worker_is_built_from_its_settings(folder):
