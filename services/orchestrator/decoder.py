@@ -163,6 +163,7 @@ class Decoder:
     deadline: float
     context_length: int
     with_logprobs: bool = False
+    report_rounds: bool = False
     direct: DirectDraft | None = None
     target: RemoteSession | None = None
     _round_ended: float = 0.0
@@ -214,8 +215,16 @@ class Decoder:
         verify_us = max(_elapsed_us(started) - waited_us, 0)
         rounds_us = _elapsed_us(self._round_ended)
         records = []
-        for round_, report in zip(rounds, reports, strict=True):
+        asked = [
+            report.asked if round_.report else length
+            for round_, report in zip(rounds, reports, strict=True)
+        ]
+        # Of plain rounds that came together one speaks for all, unless each is to be told of.
+        alike = not self.report_rounds and not any(asked)
+        for number, (round_, report) in enumerate(zip(rounds, reports, strict=True), 1):
             self.log.append(round_.verdict.token_ids)
+            if alike and number < len(rounds):
+                continue
             seen = Observation(
                 num_proposed=round_.verdict.num_proposed,
                 num_accepted=round_.verdict.num_accepted,
@@ -227,7 +236,7 @@ class Decoder:
                 round_s=rounds_us / 1e6 / len(rounds),
                 compute_s=round_.spent.compute_us / 1e6,
                 proposal_s=(proposed.spent.worker_us + report.worker_us) / 1e6,
-                num_asked=report.asked if round_.report else length,
+                num_asked=asked[number - 1],
                 prepared=report.prepared,
                 rank=report.rank,
                 after_bonus=self._after_bonus,

@@ -120,6 +120,7 @@ class Generation:
             deadline=deadline,
             context_length=model.context_length,
             with_logprobs=plan.logprobs is not None,
+            report_rounds=plan.report_rounds,
             direct=self._direct,
         )
         self._commits: CommitQueue | None = None
