@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: setup  ## start four processes, ask SmolLM2 a question, stop them
-	$(BIN)/outrider generate --show-speculation --max-tokens 160 \
+	$(BIN)/outrider generate --show-speculation --k 3 --max-tokens 160 \
 	  "How do I make a cup of tea? Give me numbered steps."
 
 test: setup  ## all tests but the long ones
