@@ -8,7 +8,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MAX_SPECULATIVE_TOKENS = 16
 MAX_PROPOSAL_TOKENS = 64
@@ -78,6 +78,12 @@ class GenerationSpec:
     def uses_distributions(self) -> bool:
         """Guesses travel with what they were sampled from (`rejection`, unless greedy)."""
         return self.mode is VerificationMode.REJECTION and not self.sampling.greedy
+
+    def for_draft(self, vocab_size: int) -> "GenerationSpec":
+        """What a draft with this vocabulary needs to know: it may end before the target's padding
+        does, and nobody asks it for log probabilities."""
+        fitting = tuple(i for i in self.stop_ids if i < vocab_size)
+        return replace(self, stop_ids=fitting, logprobs=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,11 @@ class Phase(enum.Enum):
     TRIAL = "guess for a moment"
 
 
+def load_level(num_sessions: int) -> int:
+    """The same for numbers of sessions that are much the same load; 0 for one."""
+    return round(math.log(num_sessions, _OTHER_LOAD))
+
+
 @dataclass(slots=True)
 class _Made:
     """Rounds of all sessions, old ones fading: tokens, seconds, rows of their passes."""
@@ -208,7 +213,7 @@ class Gate:
 
     def _follow_load(self, num_sessions: int) -> None:
         """Go by what was found with about so many sessions, once there are for some rounds."""
-        load = round(math.log(num_sessions, _OTHER_LOAD))
+        load = load_level(num_sessions)
         if load == self._load:
             self._other_load, self._num_sessions = 0.0, num_sessions
             return

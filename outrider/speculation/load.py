@@ -1,12 +1,11 @@
 """What the sessions of one target share: what they learned, and who loses time to a row."""
 
-import math
 from dataclasses import dataclass, field
 
 from outrider.speculation.acceptance import PoolPrior
 from outrider.speculation.costs import CostLine
 from outrider.speculation.fan_out import RankCounts
-from outrider.speculation.gate import Gate
+from outrider.speculation.gate import Gate, load_level
 from outrider.speculation.observation import Observation
 
 _OVERLAP_FIRST = 8
@@ -16,8 +15,6 @@ _OVERLAP_PACE = 1 / 64
 
 _ROUND_PACE = 0.02
 _RATE_KEPT = 0.95
-_OTHER_LOAD = 1.5
-"""So many times more or fewer sessions are another load for a draft."""
 
 
 @dataclass(slots=True)
@@ -33,7 +30,7 @@ class ProposerPool:
         """The time from asking for a proposal to having it: over steps, and over outcomes prepared
         beyond the first. The sessions share a draft, so what it takes is another line with more of
         them; about so many are taken together."""
-        load = round(math.log(max(num_sessions, 1), _OTHER_LOAD))
+        load = load_level(max(num_sessions, 1))
         line = self._drafts.get(load)
         if line is None:
             line = self._drafts[load] = CostLine(relative_slope=0.5, relative_other=0.02)

@@ -9,6 +9,9 @@ from outrider.rpc.server import ServerConfig
 from outrider.types import MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS
 from services.orchestrator.proposers import PROPOSER_NAMES
 
+DIRECT, RELAYED = "direct", "relayed"
+"""Who asks a draft: the target, or the orchestrator between two verifications."""
+
 
 @dataclass(frozen=True)
 class OrchestratorConfig(ServerConfig):
@@ -41,10 +44,10 @@ class OrchestratorConfig(ServerConfig):
         2.0, help="seconds a proposal may take before the round goes on without"
     )
     drafting: str = setting(
-        "direct",
+        DIRECT,
         help="who asks the drafts: the target, which saves a trip a round, or the orchestrator "
         "(relayed), where targets cannot reach drafts",
-        choices=("direct", "relayed"),
+        choices=(DIRECT, RELAYED),
     )
     fan_out: int = setting(
         8,

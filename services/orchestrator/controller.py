@@ -7,11 +7,9 @@ k; the adaptive one is `outrider.speculation.AdaptiveController`.
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.speculation.controller import ALWAYS as ALWAYS
 from outrider.speculation.length import Decision
 from outrider.speculation.observation import Observation
-
-ALWAYS = 1 << 31
-"""As many rounds as there are."""
 
 
 class Controller(Protocol):

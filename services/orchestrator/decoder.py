@@ -296,7 +296,7 @@ class Decoder:
     def _more_rounds(self, target: RemoteSession, num_guesses: int) -> int:
         """Rounds that the target is to go on with by itself after this one."""
         rounds = 0
-        if self._asks(target) and self._goes_by_plan(target):
+        if self._by_plan:
             rounds = _MAX_ROUNDS
         elif target.offers("more_rounds"):
             rounds = self.controller.plain_rounds()
@@ -352,8 +352,8 @@ class Decoder:
         def set_op(entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
             entry.verify.delta.CopyFrom(delta)
             entry.verify.proposal.CopyFrom(proposal_to_proto(proposal))
-            entry.verify.more_rounds = self._more_rounds(target, len(proposal))
             self._by_plan = self._asks(target) and self._goes_by_plan(target)
+            entry.verify.more_rounds = self._more_rounds(target, len(proposal))
             if self.direct and self._by_plan:
                 entry.verify.draft.CopyFrom(plan_to_proto(self._plan(self.direct)))
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import outrider
 from outrider.errors import InternalError, OutriderError, Unavailable
@@ -28,6 +28,7 @@ from outrider.wire import (
     sources_to_proto,
     stats_to_proto,
 )
+from services.orchestrator.config import DIRECT
 from services.orchestrator.controller import Controller, FixedLength
 from services.orchestrator.decoder import (
     Decoder,
@@ -52,9 +53,6 @@ from services.orchestrator.store_commit import CommitQueue
 from services.orchestrator.store_values import GenerationRecord
 
 logger = logging.getLogger(__name__)
-
-DIRECT, RELAYED = "direct", "relayed"
-"""Who asks a draft: the target, or the orchestrator between two verifications."""
 
 _MAX_PIECES_AHEAD = 64
 """Rounds that decoding may be ahead of a client that reads slowly."""
@@ -271,10 +269,7 @@ class Generation:
         link = around.registry.pick_draft(self._model, plan.session_id)
         if link is None or link.info is None:
             return None
-        # A draft's vocabulary may end before the target's padding does.
-        vocab_size = link.info.vocab_size
-        fitting = tuple(i for i in plan.spec.stop_ids if i < vocab_size)
-        remote = self._remote(link, replace(plan.spec, stop_ids=fitting, logprobs=None))
+        remote = self._remote(link, plan.spec.for_draft(link.info.vocab_size))
         fingerprint = link.info.model_fingerprint
         self._pools.append(around.learned.pool(self._model.name, DRAFT, fingerprint))
         if around.drafting == DIRECT:

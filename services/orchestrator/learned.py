@@ -1,6 +1,7 @@
 """What this orchestrator has learned of targets and proposers: all generations share it."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TypeVar
 
 from outrider.speculation.load import ProposerPool, TargetLoad
@@ -20,16 +21,17 @@ class Learned:
 
     def load(self, address: str) -> TargetLoad:
         """The target at an address."""
-        return _recall(self._loads, address, TargetLoad())
+        return _recall(self._loads, address, TargetLoad)
 
     def pool(self, model: str, proposer: str, fingerprint: str = "") -> ProposerPool:
         """A proposer for a target model; `fingerprint` is that of a draft model."""
-        return _recall(self._pools, (model, proposer, fingerprint), ProposerPool(proposer))
+        return _recall(self._pools, (model, proposer, fingerprint), lambda: ProposerPool(proposer))
 
 
-def _recall(known: "OrderedDict[K, V]", key: K, new: V) -> V:
-    found = known.setdefault(key, new)
+def _recall(known: "OrderedDict[K, V]", key: K, make: Callable[[], V]) -> V:
+    if key not in known:
+        known[key] = make()
     known.move_to_end(key)
     while len(known) > _MAX_KNOWN:
         known.popitem(last=False)
-    return found
+    return known[key]

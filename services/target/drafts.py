@@ -6,7 +6,6 @@ Rounds run on the worker's thread, links on the event loop. A `DraftSession` sta
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
@@ -167,12 +166,10 @@ class DraftSession:
         if info is None or info.tokenizer_fingerprint != self._pool.tokenizer:
             raise Unsupported("draft and target must share a tokenizer")
         header = self._header
-        # A draft's vocabulary may end before the target's padding does.
-        fitting = tuple(i for i in self._spec.stop_ids if i < info.vocab_size)
         self._remote = RemoteSession(
             link,
             Fence(header.session_id, header.epoch, header.owner_nonce, header.completion),
-            dataclasses.replace(self._spec, stop_ids=fitting, logprobs=None),
+            self._spec.for_draft(info.vocab_size),
             Routing(header.request_id, header.tenant, model="", traceparent=header.traceparent),
             self._log,
             itertools.count(header.number * _NUMBERS_AN_ENTRY),
