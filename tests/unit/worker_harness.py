@@ -4,6 +4,7 @@ import contextlib
 import functools
 import queue
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +52,21 @@ def load(folder: Path, dtype: str = "float32") -> LoadedModel:
     return load_model(str(folder), tier="target", dtype=dtype, device="cpu")
 
 
+_runners: dict[tuple[int, int, int], list[ModelRunner]] = {}
+
+
 def make_runner(loaded: LoadedModel, num_blocks: int, block_tokens: int = 8) -> ModelRunner:
-    """A runner whose KV pool is full of what no row may read."""
-    runner = ModelRunner(loaded, num_blocks=num_blocks, block_tokens=block_tokens)
+    """A runner whose KV pool is full of what no row may read.
+
+    Tracing the pass is most of what a runner costs, so one that an earlier test has let go is used
+    again: it holds no state but its pool.
+    """
+    made = _runners.setdefault((id(loaded.model), num_blocks, block_tokens), [])
+    held_here = 3  # by the list, by the loop, by the call
+    runner = next((runner for runner in made if sys.getrefcount(runner) <= held_here), None)
+    if runner is None:
+        runner = ModelRunner(loaded, num_blocks=num_blocks, block_tokens=block_tokens)
+        made.append(runner)
     for tensor in kv_tensors(runner):
         tensor.fill_(1e4)
     return runner
