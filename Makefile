@@ -26,7 +26,7 @@ demo: setup  ## start four processes, ask SmolLM2 a question, stop them
 	  "How do I make a cup of tea? Give me numbered steps."
 
 test: setup  ## all tests but the long ones
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
 	$(BIN)/pytest -m exactness tests/e2e

@@ -1,7 +1,7 @@
 // What the CPU kernels share.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <limits>

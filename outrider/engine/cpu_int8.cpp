@@ -4,11 +4,13 @@
 // through the product as two rows of 8-bit digits. The weights are read once for both, and integer
 // sums have the same bits whatever the order, so a row does not depend on its neighbours.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>

@@ -7,9 +7,13 @@
 // Layout of the pool, per layer: keys [blocks][kv_heads][head_dim][B], so that one query element
 // meets the keys of a block at once; values [blocks][kv_heads][B][head_dim].
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>

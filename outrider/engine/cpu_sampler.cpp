@@ -7,8 +7,9 @@
 // and -ffast-math finds nothing to rearrange. Probabilities by which tokens are cut are added up
 // exactly, as integers in units of 2^-60.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>

@@ -89,7 +89,7 @@ async def test_proposals_prepared_ahead_change_no_token(
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 async def test_ngram_lookup_changes_no_token(looping: Rig, sampling: dict[str, Any]) -> None:
-    options = {"max_tokens": 64, "seeds": True, "proposer": "ngram", **sampling}
+    options = {"max_tokens": 40, "seeds": True, "proposer": "ngram", **sampling}
     plain = await looping.streams(PROMPTS, num_speculative_tokens=0, **options)
     expected = ids([collect(chunks) for chunks in plain])
     assert len(set(expected)) == len(PROMPTS)
