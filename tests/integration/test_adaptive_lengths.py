@@ -15,9 +15,9 @@ PROMPTS = [f"{number}: what comes next?" for number in range(4)]
 COUPLED = {"temperature": 1.0, "top_p": 0.95}
 
 
-@pytest_asyncio.fixture(loop_scope="session", scope="module", params=["direct", "relayed"])
+@pytest_asyncio.fixture(loop_scope="session", params=["direct", "relayed"])
 async def adaptive(stack: Rig, parts: Parts, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    """The shared workers behind an orchestrator whose controller chooses; at first it knows nothing."""
+    """The shared workers behind an orchestrator whose controller chooses; it knows nothing yet."""
     async with parts.orchestrator(
         stack.store_url,
         targets=stack.targets,
