@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -53,9 +54,18 @@ class WorkerServicer:
         self._outboxes.add(outbox)
         loop = asyncio.get_running_loop()
 
+        ready: deque[tuple[worker_pb2.Reply, float]] = deque()
+
         def sink(reply: worker_pb2.Reply) -> None:
-            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens.
-                loop.call_soon_threadsafe(outbox.put_nowait, (reply, time.monotonic()))
+            ready.append((reply, time.monotonic()))
+            if len(ready) == 1:  # One wake-up for all that a pass has answered.
+                with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens.
+                    loop.call_soon_threadsafe(put)
+
+        def put() -> None:
+            while ready:
+                outbox.put_nowait(ready[0])
+                ready.popleft()
 
         async def read() -> None:
             async for request in request_iterator:
