@@ -2,8 +2,17 @@
 
 import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from outrider.types import EMPTY_PREFIX_HASH, chain_hash
+
+
+class Tail(NamedTuple):
+    """Tokens of a log from `start` on, with the hash of the prefix that each one ends."""
+
+    start: int
+    token_ids: list[int]
+    hashes: "array.array[int]"
 
 
 class TokenLog:
@@ -24,6 +33,16 @@ class TokenLog:
     def append(self, token_ids: Sequence[int]) -> None:
         self.tokens.extend(token_ids)
         self._hashes.extend(self._hashes_after(len(self._hashes) - 1, token_ids))
+
+    def tail(self, start: int) -> "Tail":
+        """A copy of what stands from `start` on, to give to another log of the same session."""
+        return Tail(start, self.tokens[start:], self._hashes[start + 1 :])
+
+    def take(self, tail: "Tail") -> None:
+        """Become the log that the tail is of; what stands before it must be the same."""
+        self.cut(tail.start)
+        self.tokens.extend(tail.token_ids)
+        self._hashes.extend(tail.hashes)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens."""

@@ -23,7 +23,7 @@ from outrider.errors import (
 from outrider.remote.link import Listener, WorkerLink
 from outrider.remote.session import NOTHING_SPENT, RemoteSession, Routing, Spent
 from outrider.rpc.channel import ChannelSecurity
-from outrider.token_log import TokenLog
+from outrider.token_log import Tail, TokenLog
 from outrider.types import EMPTY_PREFIX_HASH, Fence, GenerationSpec
 from outrider.v1 import worker_pb2
 from outrider.worker.sessions import Key, key_of
@@ -110,8 +110,8 @@ class DraftSession:
         """From the worker's thread; `on_answer` is called there, unless cancelled before."""
         start = self._given[0] if log.matches(*self._given) else 0
         self._given = len(log), log.prefix_hash(len(log))
-        token_ids = log.tokens[start:]
-        self._pool.on_loop(lambda: self._start(start, token_ids, ask, timeout_s, on_answer))
+        tail = log.tail(start)
+        self._pool.on_loop(lambda: self._start(tail, ask, timeout_s, on_answer))
 
     def cancel(self) -> None:
         """From the worker's thread: what was asked is not wanted any more."""
@@ -119,12 +119,9 @@ class DraftSession:
 
     # --- on the event loop --------------------------------------------------------------------
 
-    def _start(
-        self, start: int, token_ids: list[int], ask: Ask, timeout_s: float, on_answer: OnAnswer
-    ) -> None:
+    def _start(self, tail: Tail, ask: Ask, timeout_s: float, on_answer: OnAnswer) -> None:
         self._stop()
-        self._log.cut(start)
-        self._log.append(token_ids)
+        self._log.take(tail)
         started = time.monotonic()
         deadline = started + timeout_s
 
