@@ -40,8 +40,13 @@ class Sequence:
         return self._shared(self.log.tokens)
 
     def _shared(self, tokens: Tokens[int]) -> int:
-        limit = min(len(self.cached), len(tokens))
-        if self.cached[:limit] == tokens[:limit]:
-            return limit
-        pairs = zip(self.cached, tokens, strict=False)
-        return next(i for i, (cached, token) in enumerate(pairs) if cached != token)
+        low, high = 0, min(len(self.cached), len(tokens))
+        if self.cached[:high] == tokens[:high]:
+            return high
+        while high - low > 1:  # They part between these; slices are compared fast.
+            middle = (low + high) // 2
+            if self.cached[low:middle] == tokens[low:middle]:
+                low = middle
+            else:
+                high = middle
+        return low

@@ -80,9 +80,19 @@ class RemoteSession:
         """`numbers` are those of the entries. Whoever may come back to a worker under the same
         fence, after a broken link say, goes on with the same ones."""
         self.link = link
-        self._fence = fence
+        self._header = worker_pb2.EntryHeader(
+            session_id=fence.session_id,
+            completion=fence.completion,
+            epoch=fence.epoch,
+            owner_nonce=fence.owner_nonce,
+            traceparent=routing.traceparent,
+            request_id=routing.request_id,
+            tenant=routing.tenant,
+            model=routing.model,
+            adapter=routing.adapter,
+        )
+        """What the headers of all entries have in common."""
         self._spec = spec
-        self._routing = routing
         self._log = log
         self._numbers = numbers or itertools.count(1)
         self._more: Replies | None = None
@@ -306,10 +316,11 @@ class RemoteSession:
     def _pieces(self, deadline: float) -> Iterator[worker_pb2.BulkRequest]:
         for start in range(self._held, len(self._log), _BULK_TOKENS):
             stop = min(start + _BULK_TOKENS, len(self._log))
-            yield worker_pb2.BulkRequest(
-                header=self._header(stop, _left(deadline)),
-                delta=worker_pb2.TokenDelta(start=start, token_ids=self._log.tokens[start:stop]),
-            )
+            request = worker_pb2.BulkRequest()
+            self._fill_header(request.header, stop, _left(deadline))
+            request.delta.start = start
+            request.delta.token_ids.extend(self._log.tokens[start:stop])
+            yield request
 
     async def _send(self, entry: worker_pb2.Entry, deadline: float) -> worker_pb2.Reply:
         return await self._receive(self.link.send(entry), deadline)
@@ -336,24 +347,16 @@ class RemoteSession:
             replies.close()
 
     def _entry(self, timeout_s: float) -> worker_pb2.Entry:
-        return worker_pb2.Entry(header=self._header(len(self._log), timeout_s))
+        entry = worker_pb2.Entry()
+        self._fill_header(entry.header, len(self._log), timeout_s)
+        return entry
 
-    def _header(self, base_len: int, timeout_s: float) -> worker_pb2.EntryHeader:
-        return worker_pb2.EntryHeader(
-            session_id=self._fence.session_id,
-            completion=self._fence.completion,
-            epoch=self._fence.epoch,
-            owner_nonce=self._fence.owner_nonce,
-            number=next(self._numbers),
-            base_len=base_len,
-            base_hash=self._log.prefix_hash(base_len),
-            timeout_ms=max(int(timeout_s * 1000), 1),
-            traceparent=self._routing.traceparent,
-            request_id=self._routing.request_id,
-            tenant=self._routing.tenant,
-            model=self._routing.model,
-            adapter=self._routing.adapter,
-        )
+    def _fill_header(self, header: worker_pb2.EntryHeader, base_len: int, timeout_s: float) -> None:
+        header.CopyFrom(self._header)
+        header.number = next(self._numbers)
+        header.base_len = base_len
+        header.base_hash = self._log.prefix_hash(base_len)
+        header.timeout_ms = max(int(timeout_s * 1000), 1)
 
 
 def _left(deadline: float) -> float:

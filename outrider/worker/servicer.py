@@ -69,8 +69,7 @@ class WorkerServicer:
 
         async def read() -> None:
             async for request in request_iterator:
-                for entry in request.entries:
-                    self._worker.submit(entry, sink)
+                self._worker.submit(request.entries, sink)
             outbox.put_nowait(None)
 
         reader = asyncio.create_task(read())

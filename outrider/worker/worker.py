@@ -160,10 +160,16 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, entry: worker_pb2.Entry, sink: ReplySink) -> None:
-        """Hand in an entry; `sink` gets its one reply, on the worker's thread."""
+    def submit(self, entries: Tokens[worker_pb2.Entry], sink: ReplySink) -> None:
+        """Hand in entries that came together; `sink` gets the reply to each, on the worker's
+        thread."""
         arrived = time.monotonic()
-        self._inbox.put(lambda: self._handle(entry, sink, arrived))
+
+        def handle() -> None:
+            for entry in entries:
+                self._handle(entry, sink, arrived)
+
+        self._inbox.put(handle)
 
     def submit_bulk(
         self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
@@ -244,7 +250,8 @@ class Worker:
     def _handle_bulk(
         self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
     ) -> None:
-        response = worker_pb2.BulkResponse(header=_reply_header(request.header))
+        response = worker_pb2.BulkResponse()
+        _answers(response.header, request.header)
         try:
             session = self._sessions.get(request.header)
             self._check_ids(request.delta)
@@ -539,19 +546,18 @@ def deadline_of(header: worker_pb2.EntryHeader) -> float:
     return time.monotonic() + header.timeout_ms / 1000
 
 
-def _reply_header(header: worker_pb2.EntryHeader) -> worker_pb2.ReplyHeader:
-    return worker_pb2.ReplyHeader(
-        session_id=header.session_id,
-        completion=header.completion,
-        epoch=header.epoch,
-        number=header.number,
-        owner_nonce=header.owner_nonce,
-    )
+def _answers(reply: worker_pb2.ReplyHeader, entry: worker_pb2.EntryHeader) -> None:
+    """Make a reply name the entry that it answers."""
+    reply.session_id = entry.session_id
+    reply.completion = entry.completion
+    reply.epoch = entry.epoch
+    reply.number = entry.number
+    reply.owner_nonce = entry.owner_nonce
 
 
 def _send(
     header: worker_pb2.EntryHeader, reply: worker_pb2.Reply, sink: ReplySink, arrived: float
 ) -> None:
-    reply.header.MergeFrom(_reply_header(header))
+    _answers(reply.header, header)
     reply.header.elapsed_us = int((time.monotonic() - arrived) * 1e6)
     sink(reply)

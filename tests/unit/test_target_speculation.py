@@ -83,7 +83,7 @@ class Drafts:
                 self.hold.wait(TIMEOUT_S)
             self.host.post(lambda: on_answer(found))
 
-        self.owner.bench.worker.submit(entry, answer)
+        self.owner.bench.worker.submit([entry], answer)
 
 
 class Rig:
@@ -317,7 +317,7 @@ def test_a_plan_is_tuned_under_way(make_rig):
     replies.get(timeout=TIMEOUT_S)
     entry = rig.owner.entry()
     entry.tune.num_speculative_tokens = 6
-    rig.owner.bench.worker.submit(entry, lambda reply: pytest.fail("tune has no reply"))
+    rig.owner.bench.worker.submit([entry], lambda reply: pytest.fail("tune has no reply"))
     deadline = time.monotonic() + TIMEOUT_S
     lengths = set()
     while 6 not in lengths and time.monotonic() < deadline:
@@ -333,7 +333,7 @@ def test_a_target_may_leave_plain_rounds_to_others(make_rig):
     replies.get(timeout=TIMEOUT_S)
     entry = rig.owner.entry()
     entry.tune.num_speculative_tokens = 0
-    rig.owner.bench.worker.submit(entry, lambda reply: pytest.fail("tune has no reply"))
+    rig.owner.bench.worker.submit([entry], lambda reply: pytest.fail("tune has no reply"))
     reply = rig.read(replies)
     assert not reply.header.more and len(rig.verdicts) < 60
     assert rig.verdicts[-1].num_proposed in (0, 2)

@@ -122,7 +122,7 @@ def test_taking_over_drops_the_former_owners_work(bench):
     try:
         # The new owner's Open comes while the entry is queued.
         bench.worker._tier.begin = lambda *args: (
-            bench.worker.submit(newer.open_entry(), lambda reply: None),
+            bench.worker.submit([newer.open_entry()], lambda reply: None),
             blocked(*args),
         )[1]
         newer = successor(owner)

@@ -181,7 +181,7 @@ def test_work_whose_stream_ended_is_dropped(folder):
         forward = bench.runner.forward
         bench.runner.forward = lambda batch: (time.sleep(0.003), forward(batch))[1]
         lost = []
-        bench.worker.submit(owner.verify_entry(), lost.append)
+        bench.worker.submit([owner.verify_entry()], lost.append)
         kept = bench.post(other.verify_entry())
         wait_until(lambda: owner.cached or other.cached)
         bench.worker.abandon(lost.append)
@@ -238,7 +238,7 @@ def test_busy_sessions_are_not_evicted(folder):
 
         def begin(*args):
             work = original(*args)
-            bench.worker.submit(late.open_entry(), replies.append)
+            bench.worker.submit([late.open_entry()], replies.append)
             return work
 
         bench.worker._tier.begin = begin

@@ -180,7 +180,7 @@ def test_sessions_that_join_and_leave_do_not_disturb_each_other(folder):
         while len(queues) < len(starts) or any(r[-1:] and r[-1].header.more for r in got.values()):
             for n, (start, more) in starts.items():
                 if start == passes:
-                    queues[n] = bench.worker.submit(run_entry(owners[n], more), got[n].append)
+                    queues[n] = bench.worker.submit([run_entry(owners[n], more)], got[n].append)
             bench.pump()
             passes += 1
         rows = [reply.verified.timing.batch_rows for replies in got.values() for reply in replies]
@@ -201,10 +201,10 @@ def test_a_long_prompt_is_prefilled_beside_a_run(folder):
         runner, comer = Owner(bench, list(PROMPT)), Owner(bench, list(prompt))
         runner.open(), comer.open()
         replies, other = [], []
-        bench.worker.submit(run_entry(runner, 80), replies.append)
+        bench.worker.submit([run_entry(runner, 80)], replies.append)
         while len(replies) < 3:
             bench.pump()
-        bench.worker.submit(run_entry(comer, 10), other.append)
+        bench.worker.submit([run_entry(comer, 10)], other.append)
         passes = 0
         while not other:
             bench.pump()
@@ -224,10 +224,10 @@ def test_runs_beyond_the_row_budget_take_turns(folder):
         got = [[] for _ in owners]
         for owner, replies in zip(owners, got, strict=True):
             owner.open()
-            bench.worker.submit(run_entry(owner, 100), replies.append)
+            bench.worker.submit([run_entry(owner, 100)], replies.append)
         comer, told = Owner(bench, random_tokens(20)), []
         comer.open()
-        bench.worker.submit(comer.verify_entry(), told.append)
+        bench.worker.submit([comer.verify_entry()], told.append)
         for _ in range(60):
             bench.pump()
         assert told and all(replies for replies in got)
@@ -311,7 +311,7 @@ def test_where_kv_is_short_a_run_ends_and_nothing_is_lost(folder, blocks):
             return count - (len(owners[n].tokens) - len(prompts[n]))
 
         def ask(n):
-            bench.worker.submit(run_entry(owners[n], left(n) - 1), got[n].append)
+            bench.worker.submit([run_entry(owners[n], left(n) - 1)], got[n].append)
 
         ask(0), ask(1)
         for _ in range(400):
@@ -339,17 +339,17 @@ def test_a_run_makes_room_for_those_who_wait_for_kv(folder):
         runner, comer = Owner(bench, list(PROMPT)), Owner(bench, list(long))
         runner.open(), comer.open()
         replies, other = [], []
-        bench.worker.submit(run_entry(runner, 1000), replies.append)
+        bench.worker.submit([run_entry(runner, 1000)], replies.append)
         for _ in range(6):
             bench.pump()
         assert len(replies) == 6 and replies[-1].header.more
-        bench.worker.submit(comer.verify_entry(), other.append)
+        bench.worker.submit([comer.verify_entry()], other.append)
         bench.pump()
         assert len(replies) == 7 and not replies[-1].header.more and not other
         bench.pump()
         assert tokens_of(other) == plain_greedy(folder, long, 1)
         runner.tokens.extend(tokens_of(replies))
-        runner.bench.worker.submit(runner.verify_entry(delta=()), replies.append)
+        runner.bench.worker.submit([runner.verify_entry(delta=())], replies.append)
         bench.pump()
         assert tokens_of(replies) == plain_greedy(folder, PROMPT, 8)
 

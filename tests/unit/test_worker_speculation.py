@@ -233,7 +233,7 @@ def lockstep(target, draft, specs, rounds, k):
     def together(bench, entries):
         replies = []
         for entry in entries:
-            bench.worker.submit(entry, replies.append)
+            bench.worker.submit([entry], replies.append)
         while len(replies) < len(entries):
             bench.pump()
         return {reply.header.session_id: reply for reply in replies}

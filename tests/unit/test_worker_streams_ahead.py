@@ -91,7 +91,7 @@ def start(bench, more, spec=GREEDY, tokens=PROMPT):
     entry = owner.verify_entry()
     entry.verify.more_rounds = more
     replies = queue.SimpleQueue()
-    bench.worker.submit(entry, replies.put)
+    bench.worker.submit([entry], replies.put)
     return owner, replies
 
 
@@ -158,10 +158,10 @@ def test_a_newcomer_stops_the_stream_and_joins(bench, tiny_models):
         bench.worker._handle_result(result)
         turns += 1
         if turns == 3:
-            bench.worker.submit(owner.open_entry(), lambda reply: None)
+            bench.worker.submit([owner.open_entry()], lambda reply: None)
             entry = owner.verify_entry()
             entry.verify.more_rounds = 10
-            bench.worker.submit(entry, second.put)
+            bench.worker.submit([entry], second.put)
     assert turns < 8 and bench.runner.stopped == 1
     told = pump_out(bench, first, second)
     assert tokens_of(told[0]) == plain_greedy(folder, PROMPT, 41)
@@ -194,7 +194,7 @@ def test_cancelling_ends_it_and_the_session_goes_on_where_it_stood(bench, tiny_m
         if turn == 2:
             cancel = owner.entry()
             cancel.cancel.through_number = cancel.header.number - 1
-            bench.worker.submit(cancel, lambda reply: None)
+            bench.worker.submit([cancel], lambda reply: None)
     (told,) = pump_out(bench, replies)
     assert refusal(told[-1])[0] == "cancelled"
     so_far = tokens_of(told[:-1])
@@ -226,7 +226,7 @@ def test_a_verification_comes_first_by_itself(bench, tiny_models):
     entry = owner.verify_entry([*expected[:2], expected[2] + 1])
     entry.verify.more_rounds = 17
     replies = queue.SimpleQueue()
-    bench.worker.submit(entry, replies.put)
+    bench.worker.submit([entry], replies.put)
     (told,) = pump_out(bench, replies)
     assert tokens_of(told) == expected
     assert len(told) == 18 and bench.runner.streamed == 16  # Two streams of 8; one is left over.

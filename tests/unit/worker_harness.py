@@ -124,7 +124,7 @@ class Bench:
 
     def post(self, entry: worker_pb2.Entry) -> "queue.SimpleQueue[worker_pb2.Reply]":
         replies: queue.SimpleQueue[worker_pb2.Reply] = queue.SimpleQueue()
-        self.worker.submit(entry, replies.put)
+        self.worker.submit([entry], replies.put)
         if not self.threaded:
             self.pump()
         return replies
@@ -269,7 +269,7 @@ class Owner:
     def cancel(self, through_number: int) -> None:
         entry = self.entry()
         entry.cancel.through_number = through_number
-        self.bench.worker.submit(entry, lambda reply: None)
+        self.bench.worker.submit([entry], lambda reply: None)
 
     @property
     def cached(self) -> list[int]:
