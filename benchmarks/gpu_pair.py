@@ -1,7 +1,7 @@
 """Plain against speculative decoding of the synthetic pair, draft and target in processes of their
 own over gRPC, on whatever GPU is there.
 
-    python benchmarks/gpu_pair.py --eps 0.01 --variants 4 --batches 1,8,32 --temperatures 0,1
+    python benchmarks/gpu_pair.py --eps 0.01 --variants 4,4+1 --batches 1,8,32 --temperatures 0,1
     python benchmarks/gpu_pair.py --devices cuda:0,cuda:1 --variants 4,3@8,4@8 --batches 1
 
 Prompts are 64 random token ids, answers 256 tokens with the end-of-sequence token ignored. Each
@@ -27,17 +27,21 @@ PROMPT_TOKENS = 64
 
 
 class Variant(NamedTuple):
-    """Guesses a round, and outcomes that the draft prepares for."""
+    """Guesses a round, outcomes that the draft prepares for, next-best guesses beside each guess;
+    None: the server's choice."""
 
     k: int | None
     fan_out: int | None
+    alternatives: int | None
 
     def __str__(self) -> str:
         if self.k is None:
             return "auto"
         if not self.k:
             return "plain"
-        return f"k={self.k}" + (f", {self.fan_out} outcomes ahead" if self.fan_out else "")
+        ahead = f", {self.fan_out} outcomes ahead" if self.fan_out else ""
+        beside = f", {self.alternatives} beside each" if self.alternatives else ""
+        return f"k={self.k}{ahead}{beside}"
 
 
 async def main() -> None:
@@ -84,7 +88,7 @@ async def compare(
     args: argparse.Namespace,
 ) -> None:
     """Interleaved runs of one batch size."""
-    variants = [Variant(0, 0), *args.variants]
+    variants = [Variant(0, 0, 0), *args.variants]
     rates: dict[Variant, list[float]] = {variant: [] for variant in variants}
     busy: dict[Variant, str] = {}
     last: dict[Variant, list[Completion]] = {}
@@ -169,6 +173,7 @@ async def answer(
         seed=number,
         num_speculative_tokens=variant.k,
         fan_out=variant.fan_out,
+        alternatives=variant.alternatives,
     )
     return await client.complete(prompt, options)
 
@@ -181,8 +186,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--variants",
         type=variants,
-        default=[Variant(4, 0)],
-        help="k, k@fan-out, or auto; by commas",
+        default=[Variant(4, 0, 0)],
+        help="k, k@fan-out, k+alternatives, or auto; by commas",
     )
     parser.add_argument("--devices", default="cuda:0,cuda:0", help="the target's, the draft's")
     parser.add_argument("--quantize", default="none,none", help="the target's, the draft's")
@@ -207,10 +212,11 @@ def variants(text: str) -> list[Variant]:
     found = []
     for part in text.split(","):
         if part == "auto":
-            found.append(Variant(None, None))
+            found.append(Variant(None, None, None))
             continue
-        k, _, fan_out = part.partition("@")
-        found.append(Variant(int(k), int(fan_out or 0)))
+        part, _, fan_out = part.partition("@")
+        k, _, alternatives = part.partition("+")
+        found.append(Variant(int(k), int(fan_out or 0), int(alternatives or 0)))
     return found
 
 

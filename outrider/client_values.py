@@ -44,6 +44,7 @@ class GenerationOptions:
     max_speculative_tokens: int | None = None
     proposer: str = ""
     fan_out: int | None = None
+    alternatives: int | None = None
     report_rounds: bool = False
     logprobs: int | None = None
     model: str = ""

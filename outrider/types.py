@@ -7,14 +7,17 @@ import enum
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+
+from outrider import trees
 
 MAX_SPECULATIVE_TOKENS = 16
 MAX_PROPOSAL_TOKENS = 64
 MAX_SPARSE_ENTRIES = 64
 MAX_LOGPROBS = 20
 MAX_FAN_OUT = 64
+MAX_ALTERNATIVES = 3
 
 EMPTY_PREFIX_HASH = 0
 """Chained hash of the empty prefix."""
@@ -96,7 +99,7 @@ class SparseDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Guessed tokens after a base: a chain, or a tree where `parents` is not empty."""
+    """Guessed tokens after a base: a chain, or with `parents` a tree (outrider.trees)."""
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -106,13 +109,41 @@ class Proposal:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def cut(self, length: int) -> "Proposal":
-        """The first `length` guesses of a chain."""
-        if length >= len(self):
+    @property
+    def length(self) -> int:
+        """Positions that are guessed for: guesses of the longest path."""
+        return max(trees.depths(self.parents), default=-1) + 1 if self.parents else len(self)
+
+    @property
+    def spine(self) -> "Proposal":
+        """The chain that a tree starts with; a chain is its own."""
+        if not self.parents:
             return self
+        return self._with(range(trees.spine_length(self.parents)))
+
+    def cut(self, length: int) -> "Proposal":
+        """The guesses for the first `length` positions."""
+        if not self.parents:
+            return self if length >= len(self) else self._with(range(max(length, 0)))
+        depths = trees.depths(self.parents)
+        return self._with([node for node, depth in enumerate(depths) if depth < length])
+
+    def within(self, length: int, alternatives: int) -> "Proposal":
+        """The same, and no more guesses than a chain with so many alternatives each has: of a tree
+        that is wider its spine."""
+        cut = self.cut(length)
+        return cut if len(cut) <= length * (1 + alternatives) else cut.spine
+
+    def _with(self, nodes: Sequence[int]) -> "Proposal":
+        """These guesses alone, in increasing order; the parents of each are among them."""
+        place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
+        parents = tuple(place[self.parents[node]] for node in nodes) if self.parents else ()
         return Proposal(
-            self.token_ids[:length],
-            distributions=self.distributions[:length],
+            tuple(self.token_ids[node] for node in nodes),
+            parents=() if trees.is_chain(parents) else parents,
+            distributions=(
+                tuple(self.distributions[node] for node in nodes) if self.distributions else ()
+            ),
             proposer=self.proposer,
         )
 
@@ -128,7 +159,10 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of one verification: accepted guesses, then one token of the target's own."""
+    """The outcome of one verification: accepted guesses, then one token of the target's own.
+
+    `num_proposed` counts positions that were guessed for: of a tree, those of its longest path.
+    """
 
     token_ids: tuple[int, ...]
     num_accepted: int
@@ -155,6 +189,7 @@ class DraftPlan:
     fan_out: int
     timeout_s: float
     end_len: int
+    alternatives: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ raises InvalidArgument with the field's name.
 import itertools
 from collections.abc import Iterable
 
+from outrider import trees
 from outrider.errors import InvalidArgument
 from outrider.types import (
+    MAX_ALTERNATIVES,
     MAX_FAN_OUT,
     MAX_LOGPROBS,
     MAX_PROPOSAL_TOKENS,
@@ -179,14 +181,24 @@ def proposal_to_proto(proposal: Proposal) -> common_pb2.Proposal:
 
 
 def proposal_from_proto(message: common_pb2.Proposal, *, vocab_size: int) -> Proposal:
-    """A proposal whose shape and ranges are right; whether it is any good is for the target."""
+    """A proposal whose shape and ranges are right; whether it is any good is for the target.
+
+    A tree that is a chain comes without parents.
+    """
     count = len(message.token_ids)
     require(
         count <= MAX_PROPOSAL_TOKENS,
         f"{count} guesses; at most {MAX_PROPOSAL_TOKENS} are allowed",
         "proposal.token_ids",
     )
-    require(len(message.parents) in (0, count), "must be as many as token_ids", "proposal.parents")
+    parents = tuple(message.parents)
+    require(len(parents) in (0, count), "must be as many as token_ids", "proposal.parents")
+    for node, parent in enumerate(parents):
+        require(
+            -1 <= parent < node,
+            f"parent {parent} of guess {node} is not in [-1, {node})",
+            "proposal.parents",
+        )
     require(
         len(message.distributions) in (0, count),
         "must be as many as token_ids",
@@ -200,7 +212,7 @@ def proposal_from_proto(message: common_pb2.Proposal, *, vocab_size: int) -> Pro
     )
     return Proposal(
         token_ids=tuple(message.token_ids),
-        parents=tuple(message.parents),
+        parents=() if trees.is_chain(parents) else parents,
         distributions=tuple(
             _sparse_from_proto(d, token_id, vocab_size)
             for d, token_id in zip(message.distributions, message.token_ids, strict=False)
@@ -230,6 +242,7 @@ def plan_to_proto(plan: DraftPlan) -> worker_pb2.DraftPlan:
         fan_out=plan.fan_out,
         timeout_ms=max(int(plan.timeout_s * 1000), 1),
         end_len=plan.end_len,
+        alternatives=plan.alternatives,
     )
 
 
@@ -249,13 +262,20 @@ def plan_from_proto(message: worker_pb2.DraftPlan) -> DraftPlan:
         "draft.timeout_ms",
     )
     require(1 <= end_len < 1 << 31, f"{end_len} is not in [1, 2^31)", "draft.end_len")
+    check_alternatives(message.alternatives, "draft.alternatives")
     return DraftPlan(
         address=message.address,
         num_speculative_tokens=message.num_speculative_tokens,
         fan_out=message.fan_out,
         timeout_s=timeout_ms / 1000,
         end_len=end_len,
+        alternatives=message.alternatives,
     )
+
+
+def check_alternatives(count: int, field: str) -> None:
+    """Alternatives of a guess that may be asked for."""
+    require(0 <= count <= MAX_ALTERNATIVES, f"{count} is not in [0, {MAX_ALTERNATIVES}]", field)
 
 
 def check_lengths(message: "worker_pb2.DraftPlan | worker_pb2.TuneEntry") -> None:

@@ -203,6 +203,8 @@ def _settings(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
         "k": args.k,
         "mode": args.mode or "coupled",
         "proposer": args.proposer,
+        "fan_out": args.fan_out,
+        "alternatives": args.alternatives,
         "dtype": args.dtype,
         "threads": args.threads,
     }

@@ -106,6 +106,12 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fan-out", type=int, metavar="N", help="outcomes prepared for ahead, 0 to 64; 0: none"
     )
+    group.add_argument(
+        "--alternatives",
+        type=int,
+        metavar="N",
+        help="next-best guesses verified beside each guess, 0 to 3",
+    )
 
 
 def generation_options(args: argparse.Namespace) -> GenerationOptions:
@@ -123,6 +129,7 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
         mode=VerificationMode(args.mode) if args.mode else None,
         proposer=args.proposer,
         fan_out=args.fan_out,
+        alternatives=args.alternatives,
         stop_strings=tuple(getattr(args, "stop", None) or ()),
         logprobs=getattr(args, "logprobs", None),
     )

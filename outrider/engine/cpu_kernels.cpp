@@ -34,10 +34,17 @@ namespace {
 constexpr int64_t kLanes = 32;  // partial sums of a norm
 constexpr int64_t kTile = 4;    // query rows that share what is loaded of K and V
 
-// Rows first_row ... first_row + num_rows - 1 of a pass are the tokens at positions start,
-// start + 1, ... of a sequence whose blocks stand at `table`. Row i sees positions up to its own.
+// Rows first_row ... first_row + num_rows - 1 of a pass are the tokens at places start,
+// start + 1, ... of a sequence whose blocks stand at `table`. A row sees the places up to its own,
+// or in a tree what its sight says.
 struct Task {
   int64_t first_row, num_rows, start, table;
+};
+
+// What a row sees: all places before `full`, and place full + i for each bit i of `mask`.
+struct Sight {
+  int64_t full;
+  uint64_t mask;
 };
 
 struct Shape {
@@ -99,11 +106,29 @@ float exponentiate(float* scores, int64_t seen, int64_t length) {
   return sum;
 }
 
-// Up to kTile query rows of one KV head against their sequence's context.
+// Moves the scores of what a row sees together, so that its sums are those of a chain; how many.
+int64_t gather(const Sight& sight, float* scores) {
+  int64_t count = sight.full;
+  for (uint64_t left = sight.mask; left; left &= left - 1)
+    scores[count++] = scores[sight.full + __builtin_ctzll(left)];
+  return count;
+}
+
+// Moves `count` weights, and what is hidden gets 0, back to the places that `gather` took them from.
+void spread(const Sight& sight, int64_t count, float* weights) {
+  for (int64_t bit = 63; bit >= 0; --bit) {
+    if (!(sight.mask >> bit & 1)) continue;
+    const float weight = weights[--count];
+    weights[count] = 0.f;
+    weights[sight.full + bit] = weight;
+  }
+}
+
+// Up to kTile query rows of one KV head against their sequence's context; `sights` can be null.
 template <typename T, int64_t B, int N>
 void attend_tile(const T* query, const T* keys, const T* values, const int32_t* table,
-                 const Task& task, int64_t kv_head, int64_t first, const Shape& shape, float scale,
-                 std::vector<float>& scratch, T* output) {
+                 const Sight* sights, const Task& task, int64_t kv_head, int64_t first,
+                 const Shape& shape, float scale, std::vector<float>& scratch, T* output) {
   const int64_t dim = shape.head_dim;
   const int64_t last_row = (first + N - 1) / shape.groups();
   const int64_t length = (task.start + last_row + B) / B * B;
@@ -129,7 +154,12 @@ void attend_tile(const T* query, const T* keys, const T* values, const int32_t* 
     score_block<T, B, N>(q, keys + table[b] * block_size + in_block, dim, scale, at_block);
   }
   float sums[N];
-  for (int i = 0; i < N; ++i) sums[i] = exponentiate<B>(scores[i], seen[i], length);
+  for (int i = 0; i < N; ++i) {
+    const Sight* sight = sights ? sights + task.first_row + (first + i) / shape.groups() : nullptr;
+    if (sight) seen[i] = gather(*sight, scores[i]);
+    sums[i] = exponentiate<B>(scores[i], seen[i], length);
+    if (sight) spread(*sight, seen[i], scores[i]);
+  }
   for (int64_t b = 0; b < length / B; ++b) {
     for (int i = 0; i < N; ++i) at_block[i] = scores[i] + b * B;
     weigh_block<T, B, N>(at_block, values + table[b] * block_size + in_block, dim, o);
@@ -141,16 +171,17 @@ void attend_tile(const T* query, const T* keys, const T* values, const int32_t* 
 
 template <typename T, int64_t B>
 void attend(const T* query, const T* keys, const T* values, const int32_t* table,
-            const Task& task, int64_t kv_head, const Shape& shape, float scale, T* output) {
+            const Sight* sights, const Task& task, int64_t kv_head, const Shape& shape, float scale,
+            T* output) {
   std::vector<float> scratch;
   const int64_t count = task.num_rows * shape.groups();
   int64_t first = 0;
   for (; first + kTile <= count; first += kTile)
-    attend_tile<T, B, kTile>(query, keys, values, table, task, kv_head, first, shape, scale, scratch,
-                          output);
+    attend_tile<T, B, kTile>(query, keys, values, table, sights, task, kv_head, first, shape, scale,
+                             scratch, output);
   const auto rest = [&](auto rows) {
-    attend_tile<T, B, decltype(rows)::value>(query, keys, values, table, task, kv_head, first, shape,
-                                          scale, scratch, output);
+    attend_tile<T, B, decltype(rows)::value>(query, keys, values, table, sights, task, kv_head,
+                                             first, shape, scale, scratch, output);
   };
   switch (count - first) {
     case 3: rest(std::integral_constant<int, 3>()); break;
@@ -180,18 +211,21 @@ void store(const at::Tensor& key, const at::Tensor& value, const int64_t* slots,
 template <typename T, int64_t B>
 void run_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
-                   const at::Tensor& tasks, const at::Tensor& tables, float scale,
-                   at::Tensor& output) {
+                   const at::Tensor& tasks, const at::Tensor& tables, const at::Tensor& sights,
+                   float scale, at::Tensor& output) {
   const Shape shape{query.size(1), key.size(1), query.size(2)};
   store<T, B>(key, value, slots.data_ptr<int64_t>(), keys.data_ptr<T>(), values.data_ptr<T>());
   const int64_t* numbers = tasks.data_ptr<int64_t>();
   const int32_t* table = tables.data_ptr<int32_t>();
+  static_assert(sizeof(Sight) == 2 * sizeof(int64_t));
+  const auto* sight =
+      sights.numel() ? reinterpret_cast<const Sight*>(sights.data_ptr<int64_t>()) : nullptr;
   at::parallel_for(0, tasks.size(0) * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t* row = numbers + i / shape.kv_heads * 4;
       const Task task{row[0], row[1], row[2], row[3]};
       attend<T, B>(query.data_ptr<T>(), keys.data_ptr<T>(), values.data_ptr<T>(),
-                table + task.table, task, i % shape.kv_heads, shape, scale,
+                table + task.table, sight, task, i % shape.kv_heads, shape, scale,
                 output.data_ptr<T>());
     }
   });
@@ -200,17 +234,19 @@ void run_attention(const at::Tensor& query, const at::Tensor& key, const at::Ten
 template <typename T>
 void run_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                 at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
-                const at::Tensor& tasks, const at::Tensor& tables, float scale,
-                at::Tensor& output) {
+                const at::Tensor& tasks, const at::Tensor& tables, const at::Tensor& sights,
+                float scale, at::Tensor& output) {
   const auto run = keys.size(-1) == 32 ? run_attention<T, 32> : run_attention<T, 8>;
-  run(query, key, value, keys, values, slots, tasks, tables, scale, output);
+  run(query, key, value, keys, values, slots, tasks, tables, sights, scale, output);
 }
 
 // query [rows, heads, head_dim], key and value [rows, kv_heads, head_dim], slots [rows],
-// tasks [n, 4] as struct Task, tables flat int32. Writes the rows' KV, then attends.
+// tasks [n, 4] as struct Task, tables flat int32, sights [rows, 2] as struct Sight, or empty where
+// no row is of a tree. Writes the rows' KV, then attends.
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            at::Tensor keys, at::Tensor values, const at::Tensor& slots,
-                           const at::Tensor& tasks, const at::Tensor& tables, double scale) {
+                           const at::Tensor& tasks, const at::Tensor& tables,
+                           const at::Tensor& sights, double scale) {
   TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1, "head_dim must be contiguous");
   TORCH_CHECK(keys.size(-1) == 32 || keys.size(-1) == 8, "blocks must have 8 or 32 tokens");
   const at::Tensor rows = query.contiguous();
@@ -218,7 +254,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   const bool is_bf16 = rows.scalar_type() == at::kBFloat16;
   TORCH_CHECK(is_bf16 || rows.scalar_type() == at::kFloat, "float32 or bfloat16 is needed");
   const auto run = is_bf16 ? run_blocks<at::BFloat16> : run_blocks<float>;
-  run(rows, key, value, keys, values, slots, tasks, tables, static_cast<float>(scale), output);
+  run(rows, key, value, keys, values, slots, tasks, tables, sights, static_cast<float>(scale),
+      output);
   return output;
 }
 
@@ -346,7 +383,7 @@ TORCH_LIBRARY(outrider_cpu, library) {
   library.def("packed_linear(Tensor rows, int handle, Tensor? bias) -> Tensor", &packed_linear);
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-      "Tensor slots, Tensor tasks, Tensor tables, float scale) -> Tensor");
+      "Tensor slots, Tensor tasks, Tensor tables, Tensor sights, float scale) -> Tensor");
   library.def("rms_norm(Tensor input, Tensor weight, float epsilon) -> Tensor");
 }
 

@@ -24,6 +24,7 @@ Pass = Callable[..., Tensor]
 
 _EXAMPLE_ROWS = 3
 _CHECKED_ROWS = (1, 2, 7)
+_CHECKED_PARENTS = (-1, 0, -1, 0)
 
 
 class _Forward(nn.Module):
@@ -40,13 +41,14 @@ class _Forward(nn.Module):
         slots: Tensor,
         tasks: Tensor,
         tables: Tensor,
+        sights: Tensor,
     ) -> Tensor:
         output = self._model(
             input_ids=token_ids,
             position_ids=positions,
             use_cache=False,
             logits_to_keep=wanted,
-            row_layout=CpuLayout(self._pool.keys, self._pool.values, slots, tasks, tables),
+            row_layout=CpuLayout(self._pool.keys, self._pool.values, slots, tasks, tables, sights),
         )
         logits: Tensor = output.logits[0].float()
         return logits
@@ -57,9 +59,10 @@ def build_pass(model: nn.Module, pool: CpuPool, vocab_size: int) -> Pass:
     """The pass of `model` over KV in `pool`. Writes into the pool's first block."""
     eager = _Forward(model, pool)
 
-    def example(rows: int) -> tuple[Tensor, ...]:
+    def example(rows: int, parents: Tokens[int] = ()) -> tuple[Tensor, ...]:
         token_ids = [(7 * i + rows) % vocab_size for i in range(rows)]
-        return inputs_of([Rows(token_ids, pool.block_tokens - rows, [0], rows)], pool)
+        start = pool.block_tokens - rows
+        return inputs_of([Rows(token_ids, start, [0], rows, parents=parents)], pool)
 
     try:
         with warnings.catch_warnings():
@@ -67,9 +70,10 @@ def build_pass(model: nn.Module, pool: CpuPool, vocab_size: int) -> Pass:
             traced: Pass = torch.jit.trace(  # type: ignore[no-untyped-call]
                 eager, example(_EXAMPLE_ROWS), check_trace=False
             )
+            tree = example(1 + len(_CHECKED_PARENTS), _CHECKED_PARENTS)
             same = all(
                 torch.equal(traced(*inputs), eager(*inputs))
-                for inputs in map(example, _CHECKED_ROWS)
+                for inputs in (*map(example, _CHECKED_ROWS), tree)
             )
     except Exception as error:
         logger.warning("the pass cannot be traced and runs in Python: %s", error)
@@ -87,7 +91,7 @@ def inputs_of(batch: Tokens[Rows], pool: CpuPool) -> tuple[Tensor, ...]:
     wanted: list[int] = []
     for rows in batch:
         token_ids.extend(rows.token_ids)
-        positions.extend(range(rows.start, rows.start + len(rows.token_ids)))
+        positions.extend(rows.positions)
         wanted.extend(range(len(token_ids) - rows.num_logits, len(token_ids)))
     layout = pool.layout(batch)
     return (
@@ -97,4 +101,5 @@ def inputs_of(batch: Tokens[Rows], pool: CpuPool) -> tuple[Tensor, ...]:
         layout.slots,
         layout.tasks,
         layout.tables,
+        layout.sights,
     )

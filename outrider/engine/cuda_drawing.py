@@ -20,7 +20,7 @@ from outrider.engine.drawing import must_go_on
 from outrider.engine.rows import Draw, Rows, branch_places
 from outrider.sampling import cuda_sampler
 from outrider.sampling.cuda_sampler import CANDIDATES
-from outrider.types import MAX_PROPOSAL_TOKENS, SamplingParams
+from outrider.types import MAX_ALTERNATIVES, MAX_PROPOSAL_TOKENS, SamplingParams
 
 MAX_STEPS = MAX_PROPOSAL_TOKENS
 """Passes of one loop at most."""
@@ -79,6 +79,7 @@ class PassInputs:
     token_ids: Tensor  # [rows] int32
     positions: Tensor  # [rows] int32
     slots: Tensor  # [rows] int32
+    sights: Tensor  # [4, rows] int32
     tiles: Tensor  # [4, rows] int32
     tables: Tensor  # [rows, blocks] int32
     wanted: Tensor  # [rows] int32
@@ -88,24 +89,33 @@ class PassInputs:
 class DrawBuffers:
     """What was drawn: by the last pass, and in each step of a loop.
 
-    The picks are one of each row of logits, or its CANDIDATES.
+    The picks are one of each row of logits, or its CANDIDATES. `others` are the candidates after
+    each pick of the history, in a loop that keeps them.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self.picks = torch.zeros(max_rows * CANDIDATES, dtype=torch.int64, device=device)
+        # A branch begins at any candidate, and a loop reads on from there.
+        size = max_rows * CANDIDATES + MAX_ALTERNATIVES
+        self.picks = torch.zeros(size, dtype=torch.int64, device=device)
         self.history = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64, device=device)
         self._on_host = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64).pin_memory()
         self._numbers = self._on_host.numpy()
+        every = (MAX_STEPS, max_rows, MAX_ALTERNATIVES)
+        self.others = torch.zeros(every, dtype=torch.int64, device=device)
+        self._others_on_host = torch.zeros(every, dtype=torch.int64).pin_memory()
         self._arrived = [
             torch.cuda.Event()  # type: ignore[no-untyped-call]
             for _ in range(MAX_STEPS)
         ]
 
-    def read_picks(self, count: int) -> list[int]:
-        """The picks of the last pass; waits for the device."""
-        self._on_host[0].copy_(self.picks[: self.history.shape[1]], non_blocking=True)
+    def read_picks(self, count: int, candidates: int) -> list[list[int]]:
+        """So many picks of each of the last pass's rows; waits for the device."""
+        total = count * candidates
+        self._on_host.view(-1)[:total].copy_(self.picks[:total], non_blocking=True)
         self._arrived[0].record()
-        return self.receive(0, count)
+        self._arrived[0].synchronize()
+        rows: list[list[int]] = self._numbers.reshape(-1)[:total].reshape(count, -1).tolist()
+        return rows
 
     def read_history(self, steps: int, count: int) -> list[list[int]]:
         """What each of `count` rows drew in `steps` steps; waits for the device."""
@@ -113,6 +123,15 @@ class DrawBuffers:
         self._arrived[0].record()
         self._arrived[0].synchronize()
         rows: list[list[int]] = self._numbers[:steps, :count].T.tolist()
+        return rows
+
+    def read_others(self, steps: int, count: int) -> list[list[list[int]]]:
+        """After each pick of `read_history` the candidates that came next."""
+        self._others_on_host[:steps].copy_(self.others[:steps], non_blocking=True)
+        self._arrived[0].record()
+        self._arrived[0].synchronize()
+        rows: list[list[list[int]]]
+        rows = self._others_on_host[:steps, :count].transpose(0, 1).tolist()
         return rows
 
     def send(self, step: int) -> None:
@@ -195,8 +214,11 @@ class DraftLoop:
             device,
         )
 
-    def start(self, going: Tokens[LoopRow]) -> None:
-        """Make the first tokens the input of the next pass, with the KV copies that it needs."""
+    def start(self, going: Tokens[LoopRow], candidates: int = 1) -> None:
+        """Make the first tokens the input of the next pass, with the KV copies that it needs.
+
+        `candidates` as for `feed`; if several, then of the pass before the loop too.
+        """
         self._inputs.wait()
         host = self._inputs.host
         tables = host["tables"].reshape(self.rows, -1)
@@ -218,10 +240,14 @@ class DraftLoop:
         copy_blocks(*self._pools, device["copied"][: len(copied)].view(-1, 2))
         target.tables.copy_(device["tables"].view_as(target.tables))
         target.params.copy_(device["params"].view_as(target.params))
-        self.feed()
+        self.feed(candidates)
 
-    def feed(self) -> None:
-        """Note what was drawn, and make it the input of the next pass."""
+    def feed(self, candidates: int = 1) -> None:
+        """Note what was drawn, and make it the input of the next pass.
+
+        The loop's own passes pick so many candidates of each row; if several, those that came next
+        are noted too.
+        """
         device, target, buffers = self._inputs.device, self._target, self._buffers
         _feed[(1,)](
             device["step"],
@@ -231,9 +257,11 @@ class DraftLoop:
             buffers.picks,
             buffers.history,
             buffers.history.stride(0),
+            buffers.others,
             target.token_ids,
             target.positions,
             target.slots,
+            target.sights,
             target.tiles,
             target.tables,
             target.tables.stride(0),
@@ -242,6 +270,8 @@ class DraftLoop:
             ROWS=self.rows,
             BLOCK=BLOCK_TOKENS,
             ROW_WORDS=cuda_sampler.ROW_WORDS,
+            CANDIDATES=candidates,
+            OTHERS=MAX_ALTERNATIVES if candidates > 1 else 0,
         )
 
 
@@ -254,9 +284,11 @@ def _feed(  # type: ignore[no-untyped-def]
     picks,
     history,
     history_stride,
+    others,
     token_ids,
     positions,
     slots,
+    sights,
     tiles,
     tables,
     table_stride,
@@ -265,18 +297,28 @@ def _feed(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW_WORDS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     now = tl.load(step)
     limit = tl.load(limits + row)
-    pick = tl.load(picks + tl.load(sources + row), mask=limit > 0, other=0)
+    source = tl.load(sources + row)
+    pick = tl.load(picks + source, mask=limit > 0, other=0)
     tl.store(history + now * history_stride + row, pick, mask=limit > 0)
+    for rank in tl.static_range(OTHERS):
+        other = tl.load(picks + source + 1 + rank, mask=limit > 0, other=0)
+        tl.store(others + (now * history_stride + row) * OTHERS + rank, other, mask=limit > 0)
     position = tl.load(last_positions + row) + 1
     goes_on = position < limit
     block = tl.load(tables + row * table_stride + position // BLOCK, mask=goes_on, other=0)
     tl.store(token_ids + row, tl.where(goes_on, pick, 0).to(tl.int32))
     tl.store(positions + row, tl.where(goes_on, position, 0))
     tl.store(slots + row, tl.where(goes_on, block * BLOCK + position % BLOCK, -1))
+    tl.store(sights + row, position)
+    tl.store(sights + ROWS + row, position + 1)
+    tl.store(sights + 2 * ROWS + row, tl.zeros([ROWS], tl.int32))
+    tl.store(sights + 3 * ROWS + row, tl.zeros([ROWS], tl.int32))
     tl.store(tiles + row, row)
     tl.store(tiles + ROWS + row, row)
     tl.store(tiles + 2 * ROWS + row, goes_on.to(tl.int32))
@@ -285,6 +327,6 @@ def _feed(  # type: ignore[no-untyped-def]
     # Words 7 and 8 of the parameters are the position that the next pick will have.
     tl.store(words + row * ROW_WORDS + 7, position + 1)
     tl.debug_barrier()
-    tl.store(sources + row, row)
+    tl.store(sources + row, row * CANDIDATES)
     tl.store(last_positions + row, position)
     tl.store(step, now + 1)

@@ -2,7 +2,7 @@
 
 The context is cut at fixed places (every `_SPLIT` tokens); a program attends with a few rows of one
 sequence to one piece, and a second kernel joins the pieces in order (flash decoding, Dao et al.
-2023). Which pieces there are depends on positions alone, never on who shares the pass.
+2023). Which pieces there are depends on places alone, never on who shares the pass.
 """
 
 import torch
@@ -32,13 +32,13 @@ def paged_attention(
     keys: Tensor,  # [slots, kv_heads, head_dim]
     values: Tensor,  # [slots, kv_heads, head_dim]
     slots: Tensor,  # [rows] int32, -1: no row
-    positions: Tensor,  # [rows] int32
-    tiles: Tensor,  # [4, tiles] int32: sequence, first row, rows (0: none), first position
+    sights: Tensor,  # [4, rows] int32: place, `Sight.full`, low and high word of `Sight.mask`
+    tiles: Tensor,  # [4, tiles] int32: sequence, first row, rows (0: none), place of the first
     tables: Tensor,  # [sequences, blocks] int32
     scale: float,
     max_context: int,
 ) -> Tensor:  # [rows, heads, head_dim]
-    """Write the rows' KV; each row then attends to the positions of its sequence up to its own.
+    """Write the rows' KV; each row then attends to the places of its sequence that it sees.
 
     A tile holds at most TILE_ROWS consecutive rows of one sequence.
     """
@@ -61,10 +61,12 @@ def paged_attention(
         values,
         tables,
         tiles,
+        sights,
         sums,
         peaks,
         weights,
         scale,
+        rows,
         tiles.shape[1],
         tables.stride(0),
         keys.stride(0),
@@ -82,7 +84,7 @@ def paged_attention(
         peaks,
         weights,
         slots,
-        positions,
+        sights,
         output,
         HEADS=heads,
         HEAD_DIM=head_dim,
@@ -142,10 +144,12 @@ def _attend_piece(  # type: ignore[no-untyped-def]
     values,
     tables,
     tiles,
+    sights,
     sums,
     peaks,
     weights,
     scale,
+    all_rows,
     num_tiles,
     table_stride,
     slot_stride,
@@ -160,8 +164,7 @@ def _attend_piece(  # type: ignore[no-untyped-def]
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_rows = tl.load(tiles + 2 * num_tiles + tile)
-    first_position = tl.load(tiles + 3 * num_tiles + tile)
-    context = first_position + num_rows
+    context = tl.load(tiles + 3 * num_tiles + tile) + num_rows
     start = split * SPLIT
     if (num_rows == 0) | (start >= context):
         return
@@ -174,6 +177,10 @@ def _attend_piece(  # type: ignore[no-untyped-def]
     is_row = row < num_rows
     at_query = ((first_row + row) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(query + at_query, mask=is_row[:, None], other=0.0)
+    sight = sights + first_row + row
+    full = tl.load(sight + all_rows, mask=is_row, other=0)[:, None]
+    low = tl.load(sight + 2 * all_rows, mask=is_row, other=0)[:, None]
+    high = tl.load(sight + 3 * all_rows, mask=is_row, other=0)[:, None]
     total = tl.zeros([TILE * GROUPS, HEAD_DIM], tl.float32)
     peak = tl.full([TILE * GROUPS], -float("inf"), tl.float32)
     weight = tl.zeros([TILE * GROUPS], tl.float32)
@@ -186,8 +193,10 @@ def _attend_piece(  # type: ignore[no-untyped-def]
         at_slot = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
         k = tl.load(keys + at_slot, mask=exists[:, None], other=0.0)
         score = tl.dot(q, tl.trans(k)) * scale
-        seen = (token[None, :] <= (first_position + row)[:, None]) & exists[None, :]
-        score = tl.where(seen, score, -float("inf"))
+        bit = token[None, :] - full
+        marked = (tl.where(bit < 32, low, high) >> (bit & 31)) & 1
+        seen = (bit < 0) | ((bit < 64) & (marked == 1))
+        score = tl.where(seen & exists[None, :], score, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1))
         # A row that sees nothing of this piece yet has no peak to subtract.
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -209,7 +218,7 @@ def _join_pieces(  # type: ignore[no-untyped-def]
     peaks,
     weights,
     slots,
-    positions,
+    sights,
     output,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -226,7 +235,7 @@ def _join_pieces(  # type: ignore[no-untyped-def]
     peak = -float("inf")
     weight = 0.0
     first = (row * HEADS + head) * SPLITS
-    for split in range(tl.load(positions + row) // SPLIT + 1):
+    for split in range(tl.load(sights + row) // SPLIT + 1):
         other = tl.load(peaks + first + split)
         new_peak = tl.maximum(peak, other)
         shrink, grow = tl.exp(peak - new_peak), tl.exp(other - new_peak)

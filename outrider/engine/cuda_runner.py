@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,8 +54,8 @@ class CudaLayout:
     """A `RowLayout` (outrider.engine.attention) for the Triton kernel."""
 
     slots: Tensor  # [rows] int32, -1: padding
-    positions: Tensor  # [rows] int32
-    tiles: Tensor  # [4, rows] int32: sequence, first row, rows (0: none), first position
+    sights: Tensor  # [4, rows] int32: place, `Sight.full`, low and high word of `Sight.mask`
+    tiles: Tensor  # [4, rows] int32: sequence, first row, rows (0: none), place of the first
     tables: Tensor  # [sequences, blocks] int32
     max_context: int
 
@@ -74,7 +75,7 @@ class CudaLayout:
             module.kv_keys,
             module.kv_values,
             self.slots,
-            self.positions,
+            self.sights,
             self.tiles,
             self.tables,
             scaling,
@@ -94,6 +95,7 @@ class _Bucket:
                 "token_ids": rows,
                 "positions": rows,
                 "slots": rows,
+                "sights": 4 * rows,
                 "tiles": 4 * rows,
                 "wanted": rows,
                 "params": rows * ROW_WORDS,
@@ -103,6 +105,7 @@ class _Bucket:
         )
         self.host = self._inputs.host
         self._host_tables = self.host["tables"].reshape(rows, table_width)
+        self._host_sights = self.host["sights"].reshape(4, rows)
         self._host_tiles = self.host["tiles"].reshape(4, rows)
         self._host_params = self.host["params"].reshape(rows, ROW_WORDS)
         on_device = self._inputs.device
@@ -110,6 +113,7 @@ class _Bucket:
             token_ids=on_device["token_ids"],
             positions=on_device["positions"],
             slots=on_device["slots"],
+            sights=on_device["sights"].view(4, rows),
             tiles=on_device["tiles"].view(4, rows),
             tables=on_device["tables"].view(rows, table_width),
             wanted=on_device["wanted"],
@@ -117,7 +121,7 @@ class _Bucket:
         )
         self.layout = CudaLayout(
             slots=self.inputs.slots,
-            positions=self.inputs.positions,
+            sights=self.inputs.sights,
             tiles=self.inputs.tiles,
             tables=self.inputs.tables,
             max_context=max_context,
@@ -135,17 +139,18 @@ class _Bucket:
         self._inputs.wait()
         host = self.host
         slots, wanted_rows, tiles = host["slots"], host["wanted"], self._host_tiles
+        positions: list[int] = []
+        places: list[int] = []
         row = tile = wanted = 0
         for number, rows in enumerate(batch):
             count, start = len(rows.token_ids), rows.start
-            blocks = rows.blocks[: -(-(start + count) // BLOCK_TOKENS)]
+            blocks = rows.blocks[: -(-rows.stop // BLOCK_TOKENS)]
             self._host_tables[number, : len(blocks)] = blocks
             host["token_ids"][row : row + count] = rows.token_ids
-            for place, position in enumerate(range(start, start + count), row):
-                host["positions"][place] = position
-                slots[place] = blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + (
-                    position % BLOCK_TOKENS
-                )
+            positions += rows.positions
+            places += range(start, rows.stop)
+            for index, place in enumerate(range(start, rows.stop), row):
+                slots[index] = blocks[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS
             for first in range(0, count, cuda_kernels.TILE_ROWS):
                 size = min(cuda_kernels.TILE_ROWS, count - first)
                 tiles[:, tile] = (number, row + first, size, start + first)
@@ -155,18 +160,34 @@ class _Bucket:
                 wanted_rows[wanted + place] = row - rows.num_logits + place
             self._fill_params(wanted, rows)
             wanted += rows.num_logits
+        host["positions"][:row] = positions
+        self._fill_sights(batch, places)
         slots[row:] = -1
         tiles[2, tile:] = 0
         self._host_params[wanted:] = 0
         self._inputs.send()
         return wanted
 
+    def _fill_sights(self, batch: Tokens[Rows], places: list[int]) -> None:
+        sights = self._host_sights[:, : len(places)]
+        sights[0] = places
+        sights[1] = sights[0] + 1
+        sights[2:] = 0
+        first = 0
+        for rows in batch:
+            if rows.parents:
+                own = sights[1:, first : first + len(rows.token_ids)]
+                full, masks = zip(*rows.sights, strict=True)
+                own[0] = full
+                own[1:] = np.array(masks, dtype="<u8").view("<i4").reshape(-1, 2).T
+            first += len(rows.token_ids)
+
     def _fill_params(self, first: int, rows: Rows) -> None:
         draw = rows.draw
         if draw is None:
             self._host_params[first : first + rows.num_logits] = 0
         else:
-            positions = range(draw.base_len, draw.base_len + rows.num_logits)
+            positions = rows.drawn_positions(draw)
             fill_rows(self._host_params, first, draw.spec.sampling, positions)
 
 
@@ -220,15 +241,17 @@ class CudaRunner:
         logits = self.forward(batch)
         bucket = self.bucket_for(sum(len(rows.token_ids) for rows in batch))
         cuts = any(has_cuts(draw.spec.sampling) for draw in draws)
-        candidates = CANDIDATES if any(draw.branches for draw in draws) else 1
+        ranked = any(draw.branches or draw.alternatives for draw in draws)
+        candidates = CANDIDATES if ranked else 1
         self._draw(bucket, cuts, candidates)
         if any(map(loops, draws)):
             return Output(logits, self._loop(batch, cuts, candidates))
-        picks = iter(self._buffers.read_picks(len(logits)))
+        picks = iter(self._buffers.read_picks(len(logits), candidates))
         drawn: list[Drawn | None] = []
         for rows in batch:
             own = list(itertools.islice(picks, rows.num_logits))
-            drawn.append(Drawn(own) if rows.draw else None)
+            others = [best[1:] for best in own]
+            drawn.append(_chain(rows.draw, [best[0] for best in own], others))
         return Output(logits, drawn)
 
     def _takes(self, batch: Tokens[Rows]) -> bool:
@@ -243,7 +266,7 @@ class CudaRunner:
         return from_last_rows and going <= self._buckets[-1].rows
 
     def can_stream(self, draw: Draw) -> bool:
-        return can_draw(draw) and not draw.branches
+        return can_draw(draw) and not draw.branches and not draw.alternatives
 
     @torch.inference_mode()
     def stream(self, batch: Tokens[Rows], stop: Callable[[], bool]) -> Iterator[list[int]]:
@@ -280,14 +303,18 @@ class CudaRunner:
         steps = max(row.tokens for row in going)
         bucket = self.bucket_for(len(going))
         loop = self._loops[bucket.rows]
-        loop.start(going)
+        ranked = any(rows.draw and rows.draw.alternatives for rows in batch)
+        further = CANDIDATES if ranked else 1
+        loop.start(going, further)
         for _ in range(steps - 1):
             self._replay(bucket)
-            self._draw(bucket, cuts)
-            loop.feed()
-        found = iter(self._buffers.read_history(steps, len(going)))
+            self._draw(bucket, cuts, further)
+            loop.feed(further)
+        chains = self._buffers.read_history(steps, len(going))
+        others = self._buffers.read_others(steps, len(going)) if ranked else [[]] * len(going)
+        found = zip(going, chains, others, strict=True)
         return [
-            _drawn(rows, [next(found)[: row.tokens] for row in own])
+            _drawn(rows.draw, list(itertools.islice(found, len(own))))
             for rows, own in zip(batch, rows_of, strict=True)
         ]
 
@@ -339,7 +366,7 @@ class CudaRunner:
     def _pass(self, bucket: _Bucket) -> Tensor:
         output = self.model(
             input_ids=bucket.inputs.token_ids[None],
-            position_ids=bucket.layout.positions[None],
+            position_ids=bucket.inputs.positions[None],
             use_cache=False,
             logits_to_keep=bucket.inputs.wanted,
             row_layout=bucket.layout,
@@ -365,7 +392,9 @@ class CudaRunner:
             with torch.cuda.graph(graph, pool=self._memory):
                 self._pick(bucket, cuts, candidates)
         # A loop of one token, for its kernels to be compiled: it copies a block onto itself.
-        self._loops[bucket.rows].start([LoopRow(SamplingParams(), [0], 0, 1, 1, copied=(0, 0))])
+        for candidates in (1, CANDIDATES):
+            only = LoopRow(SamplingParams(), [0], 0, 1, 1, copied=(0, 0))
+            self._loops[bucket.rows].start([only], candidates)
 
     def _layers(self) -> list[nn.Module]:
         """The decoder layers: modules that hold an attention module."""
@@ -388,10 +417,21 @@ class CudaRunner:
                 module.register_buffer("kv_values", values[layer], persistent=False)
 
 
-def _drawn(rows: Rows, chains: list[list[int]]) -> Drawn | None:
-    """What an entry drew: the tokens of its branches, or of its only chain."""
-    if rows.draw is None:
+def _chain(draw: Draw | None, picks: list[int], others: list[list[int]]) -> Drawn | None:
+    """Picks, and of those that came next as many as were asked for."""
+    if draw is None:
         return None
-    if rows.draw.branches:
-        return Drawn(branches=[Drawn(tokens) for tokens in chains])
-    return Drawn(chains[0])
+    asked = [best[: draw.alternatives] for best in others] if draw.alternatives else []
+    return Drawn(picks, alternatives=asked)
+
+
+def _drawn(
+    draw: Draw | None, chains: list[tuple[LoopRow, list[int], list[list[int]]]]
+) -> Drawn | None:
+    """What an entry drew: the tokens of its branches, or of its only chain."""
+    made = [
+        _chain(draw, picks[: row.tokens], others[: row.tokens]) for row, picks, others in chains
+    ]
+    if draw and draw.branches:
+        return Drawn(branches=[branch for branch in made if branch])
+    return made[0] if made else None

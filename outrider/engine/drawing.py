@@ -77,9 +77,9 @@ def _start_chains(batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tens
         _draw(
             _rows_of(batch, logits, [rows for rows, _, _ in items]),
             [
-                _Row(draw, result, draw.base_len + i)
+                _Row(draw, result, position)
                 for rows, draw, result in items
-                for i in range(rows.num_logits)
+                for position in rows.drawn_positions(draw)
             ],
         )
     return [
@@ -134,24 +134,12 @@ def _rows_of(batch: Tokens[Rows], logits: Tensor, chosen: Tokens[Rows]) -> Tenso
 def _candidates(logits: Tensor, items: Tokens[tuple[Rows, Draw, Drawn]]) -> list[list[int]]:
     """For each row the tokens that may follow there, likeliest first, as far as a branch asks.
 
-    What a sequence has at the place already is left out. In `coupled` mode a token is as likely as
-    its noise makes it: the target knows the same noise.
+    What a sequence has at the place already is left out.
     """
     rows = [
         (draw.spec, draw.base_len + i) for entry, draw, _ in items for i in range(entry.num_logits)
     ]
-    logits = masked(logits, rows)
-    log_probs = log_probs_of(logits, [(spec.sampling, 1) for spec, _ in rows])
-    greedy = torch.tensor([spec.sampling.greedy for spec, _ in rows], device=logits.device)
-    scores = torch.where(greedy[:, None], logits, log_probs)
-    noisy = [
-        i for i, (s, _) in enumerate(rows) if not s.uses_distributions and not s.sampling.greedy
-    ]
-    if noisy:
-        chosen = [rows[i] for i in noisy]
-        scores[noisy] = coupled_scores(
-            log_probs[noisy], [s.sampling.seed for s, _ in chosen], [place for _, place in chosen]
-        )
+    scores = _scores(masked(logits, rows), rows)
     taken = [
         token
         for entry, _, _ in items
@@ -163,6 +151,26 @@ def _candidates(logits: Tensor, items: Tokens[tuple[Rows, Draw, Drawn]]) -> list
     most = 1 + max(branch.rank for _, draw, _ in items for branch in draw.branches)
     ranked: list[list[int]] = scores.topk(most).indices.tolist()
     return ranked
+
+
+def _scores(
+    logits: Tensor,  # [rows, vocab] with what is banned at -inf
+    rows: Tokens[tuple[GenerationSpec, int]],  # and the position that each decides about
+) -> Tensor:  # [rows, vocab]
+    """How likely each token follows. In `coupled` mode a token is as likely as its noise makes it:
+    the target knows the same noise."""
+    scores = logits.clone()
+    drawing = [i for i, (spec, _) in enumerate(rows) if not spec.sampling.greedy]
+    if drawing:
+        chosen = [rows[i] for i in drawing]
+        scores[drawing] = log_probs_of(logits[drawing], [(s.sampling, 1) for s, _ in chosen])
+    noisy = [i for i in drawing if not rows[i][0].uses_distributions]
+    if noisy:
+        chosen = [rows[i] for i in noisy]
+        scores[noisy] = coupled_scores(
+            scores[noisy], [s.sampling.seed for s, _ in chosen], [place for _, place in chosen]
+        )
+    return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +191,10 @@ def _draw(logits: Tensor, rows: Tokens[_Row]) -> None:
     if coupled:
         chosen = [rows[i] for i in coupled]
         params = [(row.draw.spec.sampling, row.position) for row in chosen]
-        _append(chosen, picks_of(logits[coupled] if sampled else logits, params))
+        of_chosen = logits[coupled] if sampled else logits
+        picks = picks_of(of_chosen, params)
+        _append(chosen, picks)
+        _append_alternatives(chosen, picks, of_chosen)
     if sampled:
         _sample(logits[sampled] if coupled else logits, [rows[i] for i in sampled])
 
@@ -235,6 +246,20 @@ def _sample(logits: Tensor, rows: Tokens[_Row]) -> None:
 def _append(rows: Tokens[_Row], picks: Tensor) -> None:
     for row, pick in zip(rows, picks.tolist(), strict=True):
         row.drawn.token_ids.append(pick)
+
+
+def _append_alternatives(rows: Tokens[_Row], picks: Tensor, logits: Tensor) -> None:
+    """Note what nearly was picked, where it is asked for; picks [rows], logits [rows, vocab]."""
+    asking = [i for i, row in enumerate(rows) if row.draw.alternatives]
+    if not asking:
+        return
+    chosen, picked = [rows[i] for i in asking], picks[asking]
+    scores = _scores(logits[asking], [(row.draw.spec, row.position) for row in chosen])
+    scores.scatter_(1, picked[:, None], torch.inf)  # First, even where all others are cut off.
+    most = max(row.draw.alternatives for row in chosen)
+    ranked: list[list[int]] = scores.topk(1 + most).indices.tolist()
+    for row, (_, *others) in zip(chosen, ranked, strict=True):
+        row.drawn.alternatives.append(others[: row.draw.alternatives])
 
 
 def masked(

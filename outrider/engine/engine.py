@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outrider import trees
 from outrider.engine.block_manager import BlockManager
 from outrider.engine.rows import Draw, Drawn, Output, Rows
 from outrider.engine.scheduler import Chunk, Scheduler, Work
@@ -160,6 +161,7 @@ class Engine:
                     num_logits=work.num_logits if chunk.completes else 0,
                     draw=work.draw if chunk.completes else None,
                     scratch=work.scratch,
+                    parents=work.parents if chunk.completes else (),
                 )
             )
         return rows
@@ -174,6 +176,9 @@ class Engine:
             work.sequence.cached[work.computed :] = work.tokens[work.computed : stop]
             work.computed = stop
             if completes:
+                # Side nodes of a tree lie at places that are not their positions.
+                side_nodes = len(work.parents) - trees.spine_length(work.parents)
+                del work.sequence.cached[stop - side_nodes :]
                 ready.append((work, output.logits[row : row + work.num_logits]))
                 row += work.num_logits
                 work.drawn = drawn

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,9 +69,9 @@ class CpuPool:
         tables: list[int] = []
         for rows in batch:
             first_row, table = len(slots), len(tables)
-            stop = rows.start + len(rows.token_ids)
-            for position in range(rows.start, stop):
-                slots.append(rows.blocks[position // size] * size + position % size)
+            stop = rows.stop
+            for place in range(rows.start, stop):
+                slots.append(rows.blocks[place // size] * size + place % size)
             for start in range(rows.start, stop, _TASK_ROWS):
                 count = min(_TASK_ROWS, stop - start)
                 tasks.append((first_row + start - rows.start, count, start, table))
@@ -81,7 +82,15 @@ class CpuPool:
             torch.tensor(slots),
             torch.tensor(tasks),
             torch.tensor(tables, dtype=torch.int32),
+            _sights(batch),
         )
+
+
+def _sights(batch: Tokens[Rows]) -> Tensor:
+    if not any(rows.parents for rows in batch):
+        return torch.empty(0, 2, dtype=torch.int64)
+    numbers = np.array([tuple(sight) for rows in batch for sight in rows.sights], dtype=np.uint64)
+    return torch.from_numpy(numbers.view(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +100,9 @@ class CpuLayout:
     keys: Tensor  # [layers, blocks, kv_heads, head_dim, block_tokens]
     values: Tensor  # [layers, blocks, kv_heads, block_tokens, head_dim]
     slots: Tensor  # [rows] int64: block * block_tokens + place in it
-    tasks: Tensor  # [tasks, 4] int64: first row, rows, start position, place in tables
+    tasks: Tensor  # [tasks, 4] int64: first row, rows, place of the first, first of tables
     tables: Tensor  # [blocks of all sequences] int32
+    sights: Tensor  # [rows, 2] int64: `Sight`; [0, 2]: no row is of a tree
 
     def attend(
         self,
@@ -112,6 +122,7 @@ class CpuLayout:
             self.slots,
             self.tasks,
             self.tables,
+            self.sights,
             scaling,
         )
         return output

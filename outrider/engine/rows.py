@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from outrider import trees
 from outrider.types import GenerationSpec, SparseDistribution
 
 
@@ -28,12 +29,16 @@ class Draw:
     With `branches`, row i of the logits is what follows i of the tokens after the base. Nothing is
     drawn for the sequence itself; each branch takes its token and goes on from it for `steps`
     further passes, in blocks of its own (`Rows.scratch`).
+
+    With `alternatives` (up to MAX_ALTERNATIVES; not with branches, not where guesses travel with
+    distributions) each pick comes with so many that nearly were picked in its place.
     """
 
     spec: GenerationSpec
     base_len: int
     steps: int = 1
     branches: tuple[Branch, ...] = ()
+    alternatives: int = 0
 
     def scratch_blocks(self, block_tokens: int) -> int:
         """Blocks that the branches write."""
@@ -49,10 +54,13 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one sequence: `token_ids` at positions start, start+1, …, whose KV is written.
+    """Rows of one sequence: `token_ids` at places start, start+1, …, whose KV is written.
 
     `num_logits` of them, the last ones, give logits; `draw` says what to draw there. `scratch` are
     the blocks of the draw's branches.
+
+    The last tokens are a tree where there are `parents` (outrider.trees). A row's place is where
+    its KV lies; its position, which siblings share, is where it stands in the log.
     """
 
     token_ids: Tokens[int]
@@ -61,6 +69,48 @@ class Rows:
     num_logits: int
     draw: Draw | None = None
     scratch: Tokens[int] = ()
+    parents: Tokens[int] = ()
+
+    @property
+    def stop(self) -> int:
+        """The place behind the last row."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def positions(self) -> Tokens[int]:
+        """Position of each row."""
+        first_node = self.stop - len(self.parents)
+        if not self.parents:
+            return range(self.start, self.stop)
+        nodes = (first_node + depth for depth in trees.depths(self.parents))
+        return [*range(self.start, first_node), *nodes]
+
+    @property
+    def sights(self) -> "list[Sight]":
+        """What each row sees."""
+        first_node = self.stop - len(self.parents)
+        found = [Sight(place + 1, 0) for place in range(self.start, first_node)]
+        paths: list[int] = []  # Of each node a bit for every node on its path, its own included.
+        for node, parent in enumerate(self.parents):
+            path = (paths[parent] if parent >= 0 else 0) | 1 << node
+            paths.append(path)
+            in_line = (~path & path + 1).bit_length() - 1
+            found.append(Sight(first_node + in_line, path >> in_line))
+        return found
+
+    def drawn_positions(self, draw: Draw) -> Tokens[int]:
+        """The position of the log that each row of logits decides about."""
+        if not self.parents:
+            return range(draw.base_len, draw.base_len + self.num_logits)
+        return [draw.base_len, *(draw.base_len + depth + 1 for depth in trees.depths(self.parents))]
+
+
+class Sight(NamedTuple):
+    """What a row sees: all places before `full`, and place full + i for each bit i of `mask`, which
+    has 64."""
+
+    full: int
+    mask: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +142,13 @@ def branch_places(rows: Rows, block_tokens: int) -> list[BranchPlace]:
 @dataclass(slots=True)
 class Drawn:
     """The tokens, and in `rejection` mode the distribution of each; or what each branch drew, its
-    own token first, which has no distribution."""
+    own token first, which has no distribution. Of each token the alternatives, where they were
+    asked for, the best first."""
 
     token_ids: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution] = field(default_factory=list)
     branches: list["Drawn"] = field(default_factory=list)
+    alternatives: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from outrider.engine.sequence import Sequence
 class Work:
     """Rows to compute for one sequence: KV of `tokens`, logits of the last `num_logits`.
 
+    `parents` makes a tree of the last tokens, as in `Rows`; KV of its spine alone is kept.
     `draw` says what to draw there, `drawn` is what came of it. `reserve` is the length in tokens
     for which KV is taken before the work starts. `ahead` counts the rounds of one plain row that
     are sure to follow unless a token ends them. `context` belongs to the tier that made the work,
@@ -33,6 +34,7 @@ class Work:
     reserve: int
     deadline: float
     draw: Draw | None = None
+    parents: tuple[int, ...] = ()
     drawn: Drawn | None = None
     ahead: int = 0
     context: Any = None

@@ -32,6 +32,7 @@ KNOWN_CAPABILITIES = frozenset(
         "more_rounds",
         "drafts",
         "ahead",
+        "alternatives",
     }
 )
 _MAX_BATCH = 256

@@ -50,6 +50,7 @@ from outrider.sampling.verify import (
     greedy_picks,
     verify_tokens,
     verify_tokens_batch,
+    verify_tree,
 )
 
 __all__ = [
@@ -90,4 +91,5 @@ __all__ = [
     "verify_blocks",
     "verify_tokens",
     "verify_tokens_batch",
+    "verify_tree",
 ]

@@ -61,6 +61,29 @@ def verify_tokens(target_picks: Sequence[int], proposal_ids: Sequence[int]) -> i
     return len(proposal_ids)
 
 
+def verify_tree(
+    target_picks: Sequence[int],  # the base's, then one at each node
+    proposal_ids: Sequence[int],
+    parents: Sequence[int],  # as in outrider.trees
+) -> list[int]:
+    """The nodes that are accepted, from a child of the base downwards.
+
+    From each node on, the child that holds the target's pick there is accepted; where there is none
+    the walk ends, and the pick there is the last token emitted (Miao et al. 2024, "SpecInfer:
+    Accelerating Large Language Model Serving with Tree-based Speculative Inference and
+    Verification", VerifyGreedy). So the tokens emitted are the picks at the base and at the nodes
+    returned, whatever the tree. Of equal siblings the first counts.
+    """
+    nodes = zip(parents, proposal_ids, strict=True)
+    child = {key: node for node, key in reversed(list(enumerate(nodes)))}
+    path: list[int] = []
+    pick = target_picks[0]
+    while (node := child.get((path[-1] if path else -1, pick))) is not None:
+        path.append(node)
+        pick = target_picks[node + 1]
+    return path
+
+
 def verify_tokens_batch(
     target_picks: Tensor,  # [batch, width + 1]
     proposal_ids: Tensor,  # [batch, width], anything beyond num_guesses

@@ -173,14 +173,16 @@ class AheadOptions(_message.Message):
     def __init__(self, pending: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., fan_out: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ProposeEntry(_message.Message):
-    __slots__ = ("delta", "num_speculative_tokens", "ahead")
+    __slots__ = ("delta", "num_speculative_tokens", "ahead", "alternatives")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     delta: TokenDelta
     num_speculative_tokens: int
     ahead: AheadOptions
-    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., ahead: _Optional[_Union[AheadOptions, _Mapping]] = ...) -> None: ...
+    alternatives: int
+    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., ahead: _Optional[_Union[AheadOptions, _Mapping]] = ..., alternatives: _Optional[int] = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("num_accepted", "token_id", "proposal")
@@ -203,18 +205,20 @@ class Proposed(_message.Message):
     def __init__(self, proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
 
 class DraftPlan(_message.Message):
-    __slots__ = ("address", "num_speculative_tokens", "fan_out", "timeout_ms", "end_len")
+    __slots__ = ("address", "num_speculative_tokens", "fan_out", "timeout_ms", "end_len", "alternatives")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     END_LEN_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     address: str
     num_speculative_tokens: int
     fan_out: int
     timeout_ms: int
     end_len: int
-    def __init__(self, address: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., end_len: _Optional[int] = ...) -> None: ...
+    alternatives: int
+    def __init__(self, address: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., end_len: _Optional[int] = ..., alternatives: _Optional[int] = ...) -> None: ...
 
 class TuneEntry(_message.Message):
     __slots__ = ("num_speculative_tokens", "fan_out")

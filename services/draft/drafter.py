@@ -1,12 +1,14 @@
 """The draft's tier: k guesses, one forward pass each, for all sessions of the batch at once."""
 
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 from torch import Tensor
 
 from outrider.engine.rows import Branch, Draw, Drawn
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
+from outrider.errors import InvalidArgument, Unsupported
 from outrider.types import (
     MAX_FAN_OUT,
     MAX_SPECULATIVE_TOKENS,
@@ -15,6 +17,7 @@ from outrider.types import (
 )
 from outrider.v1 import worker_pb2
 from outrider.wire import (
+    check_alternatives,
     proposal_from_proto,
     proposal_to_proto,
     require,
@@ -31,8 +34,9 @@ class Drafter:
 
     Guesses are drawn as the verification mode wants them: the argmax at temperature 0, the
     noisy argmax that the target will take (`coupled`), or a sample of the truncated distribution
-    that travels with the guess (`rejection`). Asked ahead, it guesses what the target may say next
-    and goes on from each of these outcomes, as a branch of the same work.
+    that travels with the guess (`rejection`). Asked for alternatives, it sends the runners-up of
+    each guess as leaves beside the chain. Asked ahead, it guesses what the target may say next and
+    goes on from each of these outcomes, as a branch of the same work.
     """
 
     def __init__(self, *, vocab_size: int, context_length: int) -> None:
@@ -54,6 +58,7 @@ class Drafter:
             "num_speculative_tokens",
         )
         require(len(sequence.log) > 0, "a base needs at least one token", "base_len")
+        alternatives = _alternatives(entry.propose, spec)
         base_len = len(sequence.log)
         if entry.propose.HasField("ahead"):
             pending, branches = self._ahead(entry.propose.ahead)
@@ -68,7 +73,7 @@ class Drafter:
             draw = Draw(spec, base_len, min(wanted, room), branches)
             return _work(entry, sequence, pending, draw, reserve=base_len + len(pending))
         wanted = min(wanted, self._room(base_len))
-        draw = Draw(spec, base_len, steps=wanted)
+        draw = Draw(spec, base_len, steps=wanted, alternatives=alternatives)
         return _work(entry, sequence, (), draw, reserve=base_len + wanted - 1)
 
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
@@ -106,6 +111,18 @@ class Drafter:
         return pending.token_ids, branches
 
 
+def _alternatives(asked: worker_pb2.ProposeEntry, spec: GenerationSpec) -> int:
+    """How many runners-up of each guess are wanted."""
+    check_alternatives(asked.alternatives, "alternatives")
+    if asked.alternatives and asked.HasField("ahead"):
+        raise InvalidArgument("only chains are prepared ahead", field="alternatives")
+    if asked.alternatives and spec.uses_distributions:
+        raise Unsupported(
+            "alternatives are given at temperature 0 and in coupled mode", field="alternatives"
+        )
+    return asked.alternatives
+
+
 def _work(
     entry: worker_pb2.Entry, sequence: Sequence, pending: Tokens[int], draw: Draw, *, reserve: int
 ) -> Work:
@@ -131,7 +148,9 @@ def _proposed(work: Work) -> worker_pb2.Reply:
                 proposal=proposal_to_proto(_proposal(drawn.token_ids[1:], drawn)),
             )
     else:
-        proposal = _proposal(work.drawn.token_ids, work.drawn)
+        proposal = _with_leaves(
+            _proposal(work.drawn.token_ids, work.drawn), work.drawn.alternatives
+        )
         proposed.proposal.CopyFrom(proposal_to_proto(proposal))
     return worker_pb2.Reply(proposed=proposed)
 
@@ -139,4 +158,16 @@ def _proposed(work: Work) -> worker_pb2.Reply:
 def _proposal(token_ids: list[int], drawn: Drawn) -> Proposal:
     return Proposal(
         tuple(token_ids), distributions=tuple(drawn.distributions), proposer=PROPOSER_NAME
+    )
+
+
+def _with_leaves(chain: Proposal, alternatives: list[list[int]]) -> Proposal:
+    """The chain, then the alternatives of each of its guesses as leaves beside that guess."""
+    leaves = [(token, place - 1) for place, tokens in enumerate(alternatives) for token in tokens]
+    if not leaves:
+        return chain
+    return replace(
+        chain,
+        token_ids=(*chain.token_ids, *(token for token, _ in leaves)),
+        parents=(*range(-1, len(chain) - 1), *(parent for _, parent in leaves)),
     )

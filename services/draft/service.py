@@ -7,7 +7,16 @@ from outrider.worker.service import WorkerConfig, serve_worker
 from outrider.worker.servicer import WorkerServicer
 from services.draft.drafter import Drafter
 
-CAPABILITIES = ("chain", "bulk", "greedy", "coupled", "rejection", "min_tokens", "ahead")
+CAPABILITIES = (
+    "chain",
+    "bulk",
+    "greedy",
+    "coupled",
+    "rejection",
+    "min_tokens",
+    "ahead",
+    "alternatives",
+)
 
 
 def _make_tier(loaded: LoadedModel, context_length: int) -> Drafter:

@@ -6,7 +6,7 @@ from outrider.config import setting
 from outrider.errors import InvalidArgument
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
-from outrider.types import MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS
+from outrider.types import MAX_ALTERNATIVES, MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS
 from services.orchestrator.proposers import PROPOSER_NAMES
 
 DIRECT, RELAYED = "direct", "relayed"
@@ -54,6 +54,12 @@ class OrchestratorConfig(ServerConfig):
         help="outcomes of a running verification that a draft prepares for, where it has a device "
         "of its own; 0: it is asked after each verdict",
     )
+    alternatives: int = setting(
+        -1,
+        help="next-best guesses of a draft that are verified beside each of its guesses, where "
+        "nothing is prepared ahead; -1: 1 where the target is a GPU, to which a row more is nearly "
+        "free, else 0",
+    )
     target_wait_s: float = setting(10.0, help="seconds to wait for a target that went away")
     start_timeout_s: float = setting(120.0, help="seconds to wait for targets at start")
     draft_start_timeout_s: float = setting(15.0, help="seconds to wait for drafts at start")
@@ -64,16 +70,14 @@ class OrchestratorConfig(ServerConfig):
     lease_s: float = setting(30.0, help="seconds after which a silent owner loses a session")
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("num_speculative_tokens", self.num_speculative_tokens, -1),
-            ("max_speculative_tokens", self.max_speculative_tokens, 0),
+        for name, value, least, most in (
+            ("num_speculative_tokens", self.num_speculative_tokens, -1, MAX_SPECULATIVE_TOKENS),
+            ("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS),
+            ("fan_out", self.fan_out, 0, MAX_FAN_OUT),
+            ("alternatives", self.alternatives, -1, MAX_ALTERNATIVES),
         ):
-            if not least <= value <= MAX_SPECULATIVE_TOKENS:
-                raise InvalidArgument(
-                    f"{value} is not in [{least}, {MAX_SPECULATIVE_TOKENS}]", field=name
-                )
-        if not 0 <= self.fan_out <= MAX_FAN_OUT:
-            raise InvalidArgument(f"{self.fan_out} is not in [0, {MAX_FAN_OUT}]", field="fan_out")
+            if not least <= value <= most:
+                raise InvalidArgument(f"{value} is not in [{least}, {most}]", field=name)
 
     @property
     def pinned_length(self) -> int | None:

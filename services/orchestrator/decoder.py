@@ -121,6 +121,7 @@ class DirectDraft:
 
     address: str
     timeout_s: float
+    alternatives: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +354,7 @@ class Decoder:
             entry.verify.delta.CopyFrom(delta)
             entry.verify.proposal.CopyFrom(proposal_to_proto(proposal))
             self._by_plan = self._asks(target) and self._goes_by_plan(target)
-            entry.verify.more_rounds = self._more_rounds(target, len(proposal))
+            entry.verify.more_rounds = self._more_rounds(target, proposal.length)
             if self.direct and self._by_plan:
                 entry.verify.draft.CopyFrom(plan_to_proto(self._plan(self.direct)))
 
@@ -379,6 +380,7 @@ class Decoder:
             fan_out=fan_out,
             timeout_s=draft.timeout_s,
             end_len=len(self.log) + self._left,
+            alternatives=draft.alternatives,
         )
 
     def _tune(self) -> None:

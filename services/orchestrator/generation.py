@@ -70,6 +70,7 @@ class Surroundings:
     target_wait_s: float
     drafting: str
     fan_out: int
+    alternatives: int
     max_speculative_tokens: int
     learned: Learned
 
@@ -272,11 +273,15 @@ class Generation:
         remote = self._remote(link, plan.spec.for_draft(link.info.vocab_size))
         fingerprint = link.info.model_fingerprint
         self._pools.append(around.learned.pool(self._model.name, DRAFT, fingerprint))
+        alternatives = num_alternatives(plan, around.alternatives, self._model.info, link.info)
         if around.drafting == DIRECT:
-            self._direct = DirectDraft(link.address, around.draft_timeout_s)
+            self._direct = DirectDraft(link.address, around.draft_timeout_s, alternatives)
             self._fan_out = self._outcomes_ahead(link.info)
         return DraftModel(
-            remote, vocab_size=self._model.vocab_size, timeout_s=around.draft_timeout_s
+            remote,
+            vocab_size=self._model.vocab_size,
+            timeout_s=around.draft_timeout_s,
+            num_alternatives=alternatives,
         )
 
     def _make_controller(self) -> Controller:
@@ -400,6 +405,22 @@ class Generation:
                 "seconds": round(time.monotonic() - self._arrived, 3),
             },
         )
+
+
+def num_alternatives(
+    plan: GenerationPlan,
+    default: int,
+    target: worker_pb2.InfoResponse,
+    draft: worker_pb2.InfoResponse,
+) -> int:
+    """Next-best guesses to verify beside each guess, none where only chains can be: what the
+    request says, else the server's default. That may be -1: whether rows cost the target little."""
+    offered = "tree" in target.capabilities and "alternatives" in draft.capabilities
+    if not offered or plan.spec.uses_distributions:
+        return 0
+    if plan.alternatives is not None:
+        return plan.alternatives
+    return default if default >= 0 else int(target.device.startswith("cuda"))
 
 
 def _round_to_proto(record: RoundRecord) -> generation_pb2.RoundReport:

@@ -64,8 +64,17 @@ class DraftModel:
     """Asks a draft worker. After a failure it is left alone for a second, so that a draft that
     is away or stuck costs its session one timeout a second at most."""
 
-    def __init__(self, remote: RemoteSession, *, vocab_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        remote: RemoteSession,
+        *,
+        vocab_size: int,
+        timeout_s: float,
+        num_alternatives: int = 0,
+    ) -> None:
+        """`num_alternatives` next-best guesses are asked for beside each guess."""
         self._remote = remote
+        self._num_alternatives = num_alternatives
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._not_before = 0.0
@@ -91,14 +100,15 @@ class DraftModel:
         def set_op(entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
             entry.propose.delta.CopyFrom(delta)
             entry.propose.num_speculative_tokens = num_tokens
+            entry.propose.alternatives = self._num_alternatives
 
         reply = await self._remote.call(set_op, deadline)
         if not reply.HasField("proposed"):
             raise Unsupported("the draft's reply holds no proposal")
         proposal = proposal_from_proto(reply.proposed.proposal, vocab_size=self._vocab_size)
         # A draft that guesses on unasked would fill the target's passes.
-        asked = proposal if proposal.parents else proposal.cut(num_tokens)
-        return Proposed(asked, Spent.of(reply, reply.proposed.timing))
+        proposal = proposal.within(num_tokens, self._num_alternatives)
+        return Proposed(proposal, Spent.of(reply, reply.proposed.timing))
 
     def close(self) -> None:
         self._remote.cancel()

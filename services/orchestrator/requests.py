@@ -16,7 +16,13 @@ from outrider.types import (
     new_session_id,
 )
 from outrider.v1 import generation_pb2
-from outrider.wire import check_token_ids, mode_from_proto, require, sampling_from_proto
+from outrider.wire import (
+    check_alternatives,
+    check_token_ids,
+    mode_from_proto,
+    require,
+    sampling_from_proto,
+)
 from services.orchestrator.models import ServedModel
 from services.orchestrator.proposers import PROPOSER_NAMES
 from services.orchestrator.stopping import StopRules
@@ -47,6 +53,8 @@ class GenerationPlan:
     proposer: str
     fan_out: int | None
     """None: where it pays, as many as the server's default."""
+    alternatives: int | None
+    """None: the server's default."""
     report_rounds: bool
     logprobs: int | None
 
@@ -121,7 +129,7 @@ def plan_generation(
     )
     options = request.speculation
     length, proposer = _speculation(options, defaults)
-    return GenerationPlan(
+    plan = GenerationPlan(
         request_id=request.request_id or new_session_id(),
         session_id=request.session_id or new_session_id(),
         continues=bool(request.session_id),
@@ -137,9 +145,16 @@ def plan_generation(
         ),
         proposer=proposer,
         fan_out=options.fan_out if options.HasField("fan_out") else None,
+        alternatives=options.alternatives if options.HasField("alternatives") else None,
         report_rounds=options.report_rounds,
         logprobs=logprobs,
     )
+    if plan.alternatives and plan.spec.uses_distributions:
+        raise Unsupported(
+            "alternatives are verified at temperature 0 and in coupled mode",
+            field="speculation.alternatives",
+        )
+    return plan
 
 
 def tokenize_prompt(
@@ -223,6 +238,7 @@ def _speculation(
         f"{options.fan_out} is not in [0, {MAX_FAN_OUT}]",
         "speculation.fan_out",
     )
+    check_alternatives(options.alternatives, "speculation.alternatives")
     proposer = options.proposer or defaults.proposer
     require(
         proposer in PROPOSER_NAMES,

@@ -200,6 +200,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 target_wait_s=self._config.target_wait_s,
                 drafting=self._config.drafting,
                 fan_out=self._config.fan_out,
+                alternatives=self._config.alternatives,
                 max_speculative_tokens=self._config.max_speculative_tokens,
                 learned=self._learned,
             ),

@@ -46,17 +46,20 @@ Owner = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is wanted of a draft for a base: the proposal after it, or with `fan_out` the proposals
-    after the outcomes of verifying `pending` on it (as in AheadOptions of worker.proto)."""
+    """What is wanted of a draft for a base: the proposal after it, with `num_alternatives` beside
+    each guess, or with `fan_out` the proposals after the outcomes of verifying `pending` on it (as
+    in AheadOptions of worker.proto)."""
 
     num_tokens: int
     pending: tuple[int, ...] = ()
     fan_out: tuple[int, ...] = ()
+    num_alternatives: int = 0
 
     def fill(self, entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
         """Make an entry ask for it."""
         entry.propose.delta.CopyFrom(delta)
         entry.propose.num_speculative_tokens = self.num_tokens
+        entry.propose.alternatives = self.num_alternatives
         if self.fan_out:
             entry.propose.ahead.pending.token_ids.extend(self.pending)
             entry.propose.ahead.fan_out.extend(self.fan_out)

@@ -13,7 +13,16 @@ from outrider.worker.servicer import Context, WorkerServicer, chunks
 from services.target.drafts import DraftPool
 from services.target.verifier import Verifier
 
-CAPABILITIES = ("chain", "bulk", "greedy", "coupled", "rejection", "logprobs", "min_tokens")
+CAPABILITIES = (
+    "chain",
+    "tree",
+    "bulk",
+    "greedy",
+    "coupled",
+    "rejection",
+    "logprobs",
+    "min_tokens",
+)
 
 
 class TargetServicer(WorkerServicer):

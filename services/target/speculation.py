@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unsupported
 from outrider.token_log import TokenLog
-from outrider.types import DraftPlan, DraftReport, Proposal, Verdict
+from outrider.types import DraftPlan, DraftReport, GenerationSpec, Proposal, Verdict
 from outrider.v1 import common_pb2, worker_pb2
 from outrider.wire import proposal_from_proto
 from services.target.drafts import Answer, Ask, DraftSession
@@ -22,6 +22,18 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = Proposal()
 _NOTHING_TO_REPORT = DraftReport()
+
+
+def proposal_for(
+    spec: GenerationSpec, message: common_pb2.Proposal, *, vocab_size: int
+) -> Proposal:
+    """A proposal that a generation like this can take. Raises InvalidArgument, Unsupported."""
+    proposal = proposal_from_proto(message, vocab_size=vocab_size)
+    if proposal.parents and spec.uses_distributions:
+        raise Unsupported(
+            "trees are verified at temperature 0 and in coupled mode", field="proposal.parents"
+        )
+    return proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,7 @@ class Speculation:
     """
 
     plan: DraftPlan
+    spec: GenerationSpec
     draft: DraftSession
     vocab_size: int
     forecast: Forecast
@@ -86,7 +99,8 @@ class Speculation:
         if asked is None and self.plan.fan_out:
             return self._plain()
         if asked is None:
-            asked = self._ask(Ask(self._length(len(log))))
+            length, alternatives = self._length(len(log)), self._num_alternatives
+            asked = self._ask(Ask(length, num_alternatives=alternatives))
         if asked.answer is not None:
             return self._select(asked.ask, asked.answer, verdict)
         self._asked, self._open, self._waiting_since = asked, verdict, time.monotonic()
@@ -101,6 +115,10 @@ class Speculation:
     def _length(self, base_len: int) -> int:
         """Guesses after a base: not more than could be emitted before the last token."""
         return max(min(self.plan.num_speculative_tokens, self.plan.end_len - base_len - 1), 0)
+
+    @property
+    def _num_alternatives(self) -> int:
+        return 0 if self.spec.uses_distributions else self.plan.alternatives
 
     def _ask(self, ask: Ask) -> _Asked:
         asked = _Asked(ask)
@@ -128,11 +146,11 @@ class Speculation:
         report = replace(report, worker_us=spent.worker_us, compute_us=spent.compute_us)
         try:
             if not ask.fan_out:
-                return Chosen(self._take(answer.proposed.proposal), report)
+                return Chosen(self._take(answer.proposed.proposal, ask), report)
             prepared = ask.fan_out[verdict.num_accepted]
             rank, message = _find(answer.proposed, verdict)
             self.forecast.found(verdict, rank, prepared)
-            proposal = self._take(message) if message is not None else _NOTHING
+            proposal = self._take(message, ask) if message is not None else _NOTHING
         except OutriderError as error:
             logger.warning("proposal dropped: %s", error)
             return Chosen(report=replace(report, failed=True, dropped=1))
@@ -140,21 +158,20 @@ class Speculation:
         hit = rank is not None
         return Chosen(proposal, replace(report, hit=hit, prepared=prepared, rank=rank or 0))
 
-    def _take(self, message: common_pb2.Proposal) -> Proposal:
-        """What a draft has sent, checked, and no more of it than may be guessed."""
-        proposal = proposal_from_proto(message, vocab_size=self.vocab_size)
-        if proposal.parents:
-            raise Unsupported("this target verifies chains only", field="proposal.parents")
-        return proposal.cut(self._length(len(self._log)))
+    def _take(self, message: common_pb2.Proposal, ask: Ask) -> Proposal:
+        """What a draft has sent, checked, and no more of it than was asked for and may be."""
+        proposal = proposal_for(self.spec, message, vocab_size=self.vocab_size)
+        return proposal.within(self._length(len(self._log)), ask.num_alternatives)
 
     def _plain(self) -> Chosen:
         self._prepare(self._log, _NOTHING)
         return Chosen()
 
     def _prepare(self, log: TokenLog, pending: Proposal) -> None:
-        """Have the draft fill the buffer while `pending` is verified."""
+        """Have the draft fill the buffer while `pending` is verified, if it is a chain."""
         longest = len(log) + len(pending) + 1
-        if not self.plan.fan_out or not self._length(longest) or not self.draft.usable:
+        wanted = self.plan.fan_out and self._length(longest) and not pending.parents
+        if not wanted or not self.draft.usable:
             return
         self._log = log
         fan_out = self.forecast.fan_out(len(pending), self.plan.fan_out)

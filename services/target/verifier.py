@@ -16,13 +16,13 @@ from outrider.sampling import (
     position_logprobs,
     verify_blocks,
     verify_tokens,
+    verify_tree,
 )
 from outrider.types import DraftReport, GenerationSpec, Proposal, Verdict
 from outrider.v1 import worker_pb2
 from outrider.wire import (
     check_lengths,
     plan_from_proto,
-    proposal_from_proto,
     require,
     verified_to_proto,
 )
@@ -30,26 +30,41 @@ from outrider.worker.sessions import Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
 from services.target.drafts import DraftPool
 from services.target.fan_out import Forecast
-from services.target.speculation import Chosen, Speculation
+from services.target.speculation import Chosen, Speculation, proposal_for
 
 MAX_MORE_ROUNDS = 1024
 
 
 @dataclass(slots=True)
 class _Verification:
-    """A proposal on its base; row i of its logits decides about position base_len + i."""
+    """A proposal on its base. Row 0 of its logits decides about position base_len, row i + 1 about
+    the one after guess i."""
 
     spec: GenerationSpec
     base_len: int
     proposal: Proposal
     more_rounds: int = 0
     verdict: Verdict | None = None
+    accepted: Tokens[int] = ()
+    """The guesses that were, by index."""
     speculation: Speculation | None = None
     report: DraftReport | None = None
 
     @property
     def positions(self) -> range:
+        """Of each row of a chain."""
         return range(self.base_len, self.base_len + len(self.proposal) + 1)
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that the emitted tokens come from."""
+        return [0, *(guess + 1 for guess in self.accepted)]
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the log after the verdict whose KV is there: the base and the accepted guesses
+        of the spine. The KV of side nodes lies at places that are not their positions."""
+        return self.base_len + sum(guess == i for i, guess in enumerate(self.accepted))
 
 
 class Verifier:
@@ -82,9 +97,7 @@ class Verifier:
                 worker_pb2.REFUSAL_REASON_UNSUPPORTED, "a target only verifies", field="op"
             )
         require(len(sequence.log) > 0, "a base needs at least one token", "base_len")
-        proposal = proposal_from_proto(entry.verify.proposal, vocab_size=self._vocab_size)
-        if proposal.parents:
-            raise Unsupported("this target verifies chains only", field="proposal.parents")
+        proposal = proposal_for(spec, entry.verify.proposal, vocab_size=self._vocab_size)
         base_len = len(sequence.log)
         more_rounds = entry.verify.more_rounds
         require(
@@ -92,7 +105,7 @@ class Verifier:
             f"{more_rounds} is not in [0, {MAX_MORE_ROUNDS}]",
             "more_rounds",
         )
-        proposal = proposal.cut(self._context_length - base_len - 1)
+        proposal = self._fitting(proposal, base_len)
         work = Work(
             sequence=sequence,
             tokens=[*sequence.log.tokens, *proposal.token_ids],
@@ -100,6 +113,7 @@ class Verifier:
             reserve=base_len + len(proposal),
             deadline=deadline_of(entry.header),
             draw=_draw_of(spec, base_len),
+            parents=proposal.parents,
             ahead=_ahead(spec, more_rounds),
             context=_Verification(spec, base_len, proposal, more_rounds),
         )
@@ -117,6 +131,7 @@ class Verifier:
         session = self._drafts.session(entry.header, round_.spec, plan.address)
         speculation = Speculation(
             plan,
+            round_.spec,
             session,
             self._vocab_size,
             Forecast(self._drafts.seen(plan.address)),
@@ -157,7 +172,7 @@ class Verifier:
             return Next.NONE
         speculation = done.speculation
         if speculation is None:
-            _next_round(work, Proposal(), None)
+            self._next_round(work, Proposal(), None)
             return Next.NOW
         ends = len(log) >= speculation.plan.end_len
         if ends or not (speculation.speculates or self._plain_by_plan):
@@ -165,7 +180,7 @@ class Verifier:
         chosen = speculation.choose(log, done.verdict)
         if chosen is None:
             return Next.LATER
-        _next_round(work, chosen.proposal, chosen.report)
+        self._next_round(work, chosen.proposal, chosen.report)
         return Next.NOW
 
     def end(self, work: Work) -> None:
@@ -180,25 +195,32 @@ class Verifier:
 
     def _resume(self, work: Work, chosen: Chosen) -> None:
         if self._host is not None:
-            _next_round(work, chosen.proposal, chosen.report)
+            self._next_round(work, chosen.proposal, chosen.report)
             self._host.resume(work)
 
+    def _next_round(self, work: Work, proposal: Proposal, report: DraftReport | None) -> None:
+        """Make a work whose verdict is in its log verify a proposal after it."""
+        done: _Verification = work.context
+        log, base_len = work.sequence.log, len(work.sequence.log)
+        proposal = self._fitting(proposal, base_len)
+        work.tokens[done.base_len :] = [*log.tokens[done.base_len :], *proposal.token_ids]
+        work.computed = done.num_computed
+        del work.sequence.cached[work.computed :]  # KV of rejected guesses.
+        work.num_logits, work.reserve = len(proposal) + 1, base_len + len(proposal)
+        work.parents = proposal.parents
+        work.draw, work.drawn = _draw_of(done.spec, base_len), None
+        speculation, more_rounds = done.speculation, done.more_rounds - 1
+        plain = speculation is None or not speculation.speculates
+        work.ahead = _ahead(done.spec, more_rounds) if plain else 0
+        work.context = _Verification(
+            done.spec, base_len, proposal, more_rounds, speculation=speculation, report=report
+        )
 
-def _next_round(work: Work, proposal: Proposal, report: DraftReport | None) -> None:
-    """Make a work whose verdict is in its log verify a proposal after it."""
-    done: _Verification = work.context
-    base_len = len(work.sequence.log)
-    work.tokens[done.base_len :] = [*work.sequence.log.tokens[done.base_len :], *proposal.token_ids]
-    work.computed = base_len - 1
-    del work.sequence.cached[work.computed :]  # KV of rejected guesses.
-    work.num_logits, work.reserve = len(proposal) + 1, base_len + len(proposal)
-    work.draw, work.drawn = _draw_of(done.spec, base_len), None
-    speculation, more_rounds = done.speculation, done.more_rounds - 1
-    plain = speculation is None or not speculation.speculates
-    work.ahead = _ahead(done.spec, more_rounds) if plain else 0
-    work.context = _Verification(
-        done.spec, base_len, proposal, more_rounds, speculation=speculation, report=report
-    )
+    def _fitting(self, proposal: Proposal, base_len: int) -> Proposal:
+        """What of a proposal the context has room for, each guess and the token after it; of a tree
+        that is too large the spine, because each of its nodes has a place of its own."""
+        room = self._context_length - base_len - 1
+        return (proposal if len(proposal) <= room else proposal.spine).cut(room)
 
 
 def _holds_stop(done: _Verification, tokens: Tokens[int]) -> bool:
@@ -222,9 +244,16 @@ def _ahead(spec: GenerationSpec, more_rounds: int) -> int:
 def _by_draw(work: Work) -> Verdict:
     """The target's own draw at every row is what is emitted; guesses that equal it are accepted."""
     own = work.drawn.token_ids if work.drawn else []
-    guesses = work.context.proposal.token_ids
-    accepted = verify_tokens(own, guesses)
-    return Verdict((*guesses[:accepted], own[accepted]), accepted, num_proposed=len(guesses))
+    round_: _Verification = work.context
+    guesses, parents = round_.proposal.token_ids, round_.proposal.parents
+    round_.accepted = (
+        verify_tree(own, guesses, parents) if parents else range(verify_tokens(own, guesses))
+    )
+    return Verdict(
+        tuple(own[row] for row in round_.rows),
+        num_accepted=len(round_.accepted),
+        num_proposed=round_.proposal.length,
+    )
 
 
 def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> list[Verdict]:
@@ -240,6 +269,8 @@ def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> lis
     logits = masked(logits, [(v.spec, position) for v in verifications for position in v.positions])
     specs = [(v.spec.sampling, len(v.positions)) for v in verifications]
     outcomes = verify_blocks(log_probs_of(logits, specs), chains)
+    for verification, outcome in zip(verifications, outcomes, strict=True):
+        verification.accepted = range(outcome.num_accepted)
     return [
         Verdict(
             (*chain.token_ids[: outcome.num_accepted], outcome.final),
@@ -254,13 +285,8 @@ def _with_logprobs(verdict: Verdict, verification: _Verification, logits: Tensor
     top = verification.spec.logprobs
     if top is None:
         return verdict
-    rows = logits[: len(verdict.token_ids)]
-    return Verdict(
-        verdict.token_ids,
-        verdict.num_accepted,
-        verdict.num_proposed,
-        logprobs=tuple(position_logprobs(rows, verdict.token_ids, top)),
-    )
+    rows = logits[verification.rows]  # [tokens, vocab]
+    return replace(verdict, logprobs=tuple(position_logprobs(rows, verdict.token_ids, top)))
 
 
 def _concatenate(tensors: list[Tensor]) -> Tensor:

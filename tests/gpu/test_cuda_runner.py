@@ -242,6 +242,9 @@ def test_nothing_is_allocated_or_compiled_after_warm_up(runner, monkeypatch):
         batch = chooser.batch(size=chooser.random.randint(1, 8), max_steps=1 + 5 * (index % 2))
         if all(rows.draw is None or can_draw(rows.draw) for rows in batch):
             batches.append(batch)
+    batches += [[tree_rows(chooser, index) for index in range(2)] for _ in range(5)]
+    batches += [with_alternatives(chooser, drafting(chooser, size, 5)) for size in (1, 3, 8)]
+    batches += [with_alternatives(chooser, branching(chooser, runner, 2))]
     assert len(batches) > 30
     for batch in batches[:3]:
         runner.run(batch)
@@ -256,6 +259,111 @@ def test_nothing_is_allocated_or_compiled_after_warm_up(runner, monkeypatch):
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
     assert not kernels
+
+
+def tree_rows(chooser: Chooser, index: int) -> Rows:
+    """A text of some length, often about the border of a piece of attention, and nodes after it."""
+    choose = chooser.random.choice
+    length = choose([1, 5, 31, 32, 33, 200])
+    count = choose([1, 2, 5, 12])
+    spine = chooser.random.randrange(count + 1)
+    parents = [n - 1 if n < spine else chooser.random.randrange(-1, n) for n in range(count)]
+    tokens = [chooser.random.randrange(VOCABULARY) for _ in range(length + count)]
+    draw = Draw(GenerationSpec(chooser.sampling()), length)
+    return Rows(tokens, 0, chooser.blocks(index), count + 1, draw, parents=parents)
+
+
+def path_of(rows: Rows, node: int) -> Rows:
+    """The tokens up to a node alone."""
+    length, nodes = len(rows.token_ids) - len(rows.parents), []
+    while node >= 0:
+        nodes.insert(0, rows.token_ids[length + node])
+        node = rows.parents[node]
+    text = [*rows.token_ids[:length], *nodes]
+    return replace(rows, token_ids=text, num_logits=1, parents=(), draw=None)
+
+
+def test_each_node_sees_its_own_path_alone(runner):
+    """Last bits depend on the shape of a pass; what a wrong mask does is far more."""
+    chooser = Chooser(seed=4000)
+    errors, wrong = [], []
+    for index in range(20):
+        rows = tree_rows(chooser, index)
+        logits = runner.forward([rows]).clone()
+        as_chain = runner.forward([replace(rows, parents=())]).clone()
+        for node in range(-1, len(rows.parents)):
+            alone = runner.forward([path_of(rows, node)])[0]
+            errors.append((logits[node + 1] - alone).abs().max().item())
+            wrong.append((as_chain[node + 1] - alone).abs().max().item())
+    assert max(errors) < max(wrong) / 10
+
+
+def test_picks_at_nodes_equal_those_of_passes_one_by_one(runner):
+    """Beside chains and a prefill; the text is computed before, but for its last token."""
+    chooser = Chooser(seed=4001)
+    for _ in range(40):
+        batch = [tree_rows(chooser, index) for index in range(chooser.random.randint(1, 6))]
+        for index, rows in enumerate(batch):
+            start = len(rows.token_ids) - rows.num_logits
+            runner.forward([Rows(rows.token_ids[: start or 1], 0, rows.blocks, 0)])
+            batch[index] = replace(rows, token_ids=rows.token_ids[start:], start=start)
+        chain = Draw(GenerationSpec(chooser.sampling()), 2)
+        batch.insert(1, Rows([1, 2, 3], 0, chooser.blocks(30), 0))
+        batch.insert(0, Rows([1, 2, 3], 0, chooser.blocks(31), 2, chain))
+        fast, slow = runner.run(batch), drawing.run(batch, runner)
+        assert fast.drawn == slow.drawn
+        assert [len(d.token_ids) for d in fast.drawn if d] == [
+            r.num_logits for r in batch if r.draw
+        ]
+
+
+def with_alternatives(chooser: Chooser, batch: list[Rows]) -> list[Rows]:
+    """The same, but most draws that can be asked for alternatives are."""
+    asked = []
+    for rows in batch:
+        draw = rows.draw
+        if draw and not draw.branches:
+            draw = replace(draw, alternatives=chooser.random.choice([0, 1, 3, 3]))
+        asked.append(replace(rows, draw=draw))
+    return asked
+
+
+def drafting(chooser: Chooser, size: int, max_steps: int, *, first: int = 0) -> list[Rows]:
+    """Sequences from number `first` on that draw some tokens each."""
+    batch = []
+    for index in range(first, first + size):
+        tokens = [chooser.random.randrange(VOCABULARY) for _ in range(4)]
+        draw = Draw(GenerationSpec(chooser.sampling()), 4, chooser.random.randint(1, max_steps))
+        batch.append(Rows(tokens, 0, chooser.blocks(index), 1, draw))
+    return batch
+
+
+@pytest.mark.parametrize("make", ["one step", "loops", "branches"])
+def test_captured_alternatives_equal_those_of_passes_one_by_one(
+    runner, make, lowest_first, monkeypatch
+):
+    chooser = Chooser(seed=len(make))
+    found = 0
+    for _ in range(40):
+        size = chooser.random.randint(1, 6)
+        if make == "branches":
+            batch = branching(chooser, runner, size) + drafting(chooser, 2, 6, first=20)
+        else:
+            batch = drafting(chooser, size, max_steps=1 if make == "one step" else 6)
+        batch = with_alternatives(chooser, batch)
+        with monkeypatch.context() as patched:
+            patched.delattr(cuda_runner, "drawing")  # Whoever falls back on it fails.
+            spoil(runner)
+            fast = runner.run(batch).drawn
+        spoil(runner)
+        assert fast == drawing.run(batch, runner).drawn
+        plain = [
+            replace(r, draw=replace(r.draw, alternatives=0) if r.draw else None) for r in batch
+        ]
+        for drawn, alone in zip(fast, runner.run(plain).drawn, strict=True):
+            assert drawn is alone is None or drawn.token_ids == alone.token_ids
+            found += len(drawn.alternatives) if drawn else 0
+    assert found > 20
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 20])

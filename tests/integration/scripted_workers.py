@@ -285,13 +285,15 @@ Say = Callable[[worker_pb2.Reply], None]
 
 @dataclass(frozen=True)
 class Ask:
-    """A ProposeEntry: guesses wanted after `tokens`, of which `prompt_len` are the prompt."""
+    """A ProposeEntry: guesses wanted after `tokens`, of which `prompt_len` are the prompt, and
+    `alternatives` beside each."""
 
     header: worker_pb2.EntryHeader
     tokens: tuple[int, ...]
     prompt_len: int
     wanted: int
     seed: int
+    alternatives: int = 0
 
     @property
     def position(self) -> int:
@@ -331,6 +333,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self._info = worker_pb2.InfoResponse()
         self._info.CopyFrom(target)
         self._info.model = "scripted"
+        self._info.capabilities.append("alternatives")
         self._server: grpc.aio.Server
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -349,6 +352,11 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
+
+    @property
+    def capabilities(self) -> Any:
+        """What it offers, from the next `start` on."""
+        return self._info.capabilities
 
     async def stop(self) -> None:
         await self._server.stop(None)
@@ -411,6 +419,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
             prompt_len=session.spec.prompt_len,
             wanted=entry.propose.num_speculative_tokens,
             seed=session.spec.sampling.seed,
+            alternatives=entry.propose.alternatives,
         )
         self.asks.append(ask)
         task = asyncio.ensure_future(self.script(ask, say))

@@ -5,6 +5,7 @@ is taken where it must not be would change the output or a counter.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -154,10 +155,10 @@ async def test_guesses_for_another_session_are_only_wrong(guessing: Guessing) ->
     assert stats.recovered > 30
 
 
-def _tree(ask: Ask, truth: Truth) -> worker_pb2.Reply:
-    count = len(truth.after(ask))
-    parents = tuple(max(-1, index - 2) for index in range(count))
-    return ask.reply(Proposal(tuple(truth.after(ask)), parents=parents))
+def _tree(ask: Ask, truth: Truth, parents: Sequence[int]) -> worker_pb2.Reply:
+    """As many nodes as parents; the first of them are right if they are a chain."""
+    ids = (*truth.after(ask), *range(80))[: len(parents)]
+    return ask.reply(Proposal(ids, parents=tuple(parents)))
 
 
 def _raw(ask: Ask, proposal: common_pb2.Proposal) -> worker_pb2.Reply:
@@ -192,6 +193,11 @@ MALFORMED: dict[str, Callable[[Ask, Truth], worker_pb2.Reply]] = {
     "guess outside its distribution": lambda a, t: _with_distributions(
         a, t, [_sparse([(i + 1) % 250], [1]) for i in t.after(a)]
     ),
+    "its own parent": lambda a, t: _tree(a, t, (-1, 1)),
+    "a parent behind its child": lambda a, t: _tree(a, t, (-1, 2, 1)),
+    "a parent that is nowhere": lambda a, t: _tree(a, t, (-1, 0, -2)),
+    "a parent behind the end": lambda a, t: _tree(a, t, (-1, 0, 1 << 30)),
+    "65 nodes": lambda a, t: _tree(a, t, (-1, 0, *[1] * 63)),
     "parents of another length": lambda a, t: a.reply(
         replace(Proposal(tuple(t.after(a))), parents=(-1,) * 9)
     ),
@@ -227,12 +233,90 @@ async def test_malformed_proposals_are_dropped_and_counted(guessing: Guessing, n
         assert stats.accepted == stats.proposed == K, "what is malformed must not be verified"
 
 
-async def test_trees_are_dropped_by_a_target_that_takes_chains(guessing: Guessing) -> None:
-    async def script(ask: Ask, say: Say) -> None:
-        say(_tree(ask, guessing.truth))
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}], ids=["greedy", "coupled"])
+async def test_right_leaves_beside_wrong_guesses_are_accepted(
+    guessing: Guessing, sampling: dict[str, Any]
+) -> None:
+    """The chain goes wrong at one position; an alternative there is right."""
+    forks: list[int] = []
 
-    done = await run(guessing, script)
-    assert all(d.stats.dropped_proposals > 0 and d.stats.proposed == 0 for d in done)
+    async def script(ask: Ask, say: Say) -> None:
+        assert ask.alternatives == 1
+        right = guessing.truth.after(ask)
+        fork = len(forks) % len(right)
+        chain = (*right[:fork], *((token + 1) % 250 for token in right[fork:]))
+        parents = (*range(-1, len(chain) - 1), fork - 1)
+        forks.append(fork)
+        say(ask.reply(Proposal((*chain, right[fork]), parents=parents)))
+
+    stats = total(await run(guessing, script, alternatives=1, **sampling))
+    assert stats.accepted == sum(fork + 1 for fork in forks) and len(forks) > 20
+    assert len(set(forks)) == K and stats.fallback_rounds == stats.dropped_proposals == 0
+
+
+async def test_trees_of_any_shape_change_no_token(guessing: Guessing) -> None:
+    """Nobody asked for them: as wide as a chain may be long they are verified, else their spine."""
+    shapes = [(-1, -1, 0, 1), (-1, 0, 0, 0), (-1,) * 4, (-1, 0, 1, *[0] * 20), (-1, 0, 1, 2, 3, 3)]
+    coming = itertools.cycle(shapes)
+
+    async def script(ask: Ask, say: Say) -> None:
+        assert ask.alternatives == 0
+        say(_tree(ask, guessing.truth, next(coming)))
+
+    stats = total(await run(guessing, script))
+    assert stats.accepted > 40 and stats.recovered > 5
+    assert stats.fallback_rounds == stats.dropped_proposals == 0
+
+
+async def test_trees_are_dropped_where_distributions_decide(guessing: Guessing) -> None:
+    async def script(ask: Ask, say: Say) -> None:
+        say(ask.reply(Proposal((1, 2, 3), parents=(-1, -1, 0))))
+
+    guessing.draft.script = script
+    done = await guessing.rig.complete_all(
+        PROMPTS,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+        temperature=1.0,
+        mode=VerificationMode.REJECTION,
+        num_speculative_tokens=K,
+    )
+    assert all(len(d.token_ids) == LENGTH for d in done)
+    # At the end there is room for less than the tree, and what is left of it may be a chain.
+    assert all(d.stats.dropped_proposals > 5 and d.stats.proposed <= 2 for d in done)
+
+
+async def test_alternatives_are_asked_for_where_they_can_be_given(guessing: Guessing) -> None:
+    """Asked for they are asked for; on a CPU by nobody else, and of no draft that lacks them."""
+    rig, draft = guessing.rig, guessing.draft
+
+    async def script(ask: Ask, say: Say) -> None:
+        say(ask.reply(Proposal((1,))))
+
+    async def asked(**options: Any) -> set[int]:
+        draft.script = script
+        draft.asks.clear()
+        await rig.complete("how many", max_tokens=8, num_speculative_tokens=2, **options)
+        return {ask.alternatives for ask in draft.asks}
+
+    assert await asked() == {0}
+    assert await asked(alternatives=3) == {3}
+    assert await asked(alternatives=2, mode=VerificationMode.REJECTION) == {2}  # Greedy.
+    await draft.stop()
+    draft.capabilities.remove("alternatives")
+    await draft.start()
+    try:
+
+        async def known() -> bool:
+            return "draft" in (await rig.client.list_models())[0].proposers
+
+        await until(known, "the draft is found again", 15)
+        assert await asked(alternatives=3) == {0}
+    finally:
+        await draft.stop()
+        draft.capabilities.append("alternatives")
+        await draft.start()
+        await until(known, "the draft is found again", 15)
 
 
 async def test_more_guesses_than_asked_for_change_nothing(guessing: Guessing) -> None:

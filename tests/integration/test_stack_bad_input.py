@@ -22,7 +22,7 @@ from outrider.errors import (
 )
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
-from outrider.v1 import generation_pb2
+from outrider.v1 import common_pb2, generation_pb2
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 from scripted_workers import Parts, Rig
 
@@ -56,6 +56,14 @@ def fields(part: str = "", /, **values: Any) -> Callable[[generation_pb2.Generat
     return change
 
 
+def together(*changes: Callable[[Request], None]) -> Callable[[Request], None]:
+    def change(request: Request) -> None:
+        for one in changes:
+            one(request)
+
+    return change
+
+
 def tokens(*ids: int) -> generation_pb2.PromptPart:
     return Part(tokens=generation_pb2.TokenIds(ids=ids))
 
@@ -65,6 +73,7 @@ def chat(*messages: tuple[str, str]) -> generation_pb2.PromptPart:
 
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+REJECTION = common_pb2.VERIFICATION_MODE_REJECTION
 # name: (change, status, field, a part of the message)
 CASES: dict[str, tuple[Any, grpc.StatusCode, str, str]] = {
     "no parts": (prompt(), INVALID, "prompt", "at least one part"),
@@ -113,6 +122,21 @@ CASES: dict[str, tuple[Any, grpc.StatusCode, str, str]] = {
         INVALID,
         "speculation.num_speculative_tokens",
         "[0, 16]",
+    ),
+    "4 alternatives": (
+        fields("speculation", alternatives=4),
+        INVALID,
+        "speculation.alternatives",
+        "[0, 3]",
+    ),
+    "alternatives of a sample": (
+        together(
+            fields("speculation", alternatives=1, mode=REJECTION),
+            fields("sampling", temperature=1.0),
+        ),
+        grpc.StatusCode.UNIMPLEMENTED,
+        "speculation.alternatives",
+        "coupled mode",
     ),
     "unknown proposer": (
         fields("speculation", proposer="oracle"),
@@ -198,6 +222,8 @@ async def test_the_edges_of_every_range_are_allowed(stack: Rig) -> None:
         top_k=(1 << 31) - 1,
         seed=(1 << 64) - 1,
         num_speculative_tokens=16,
+        fan_out=64,
+        alternatives=3,
         logprobs=20,
         stop_token_ids=tuple(range(32)),
         stop_strings=tuple(f"{i:02}" + "é" * 127 for i in range(16)),

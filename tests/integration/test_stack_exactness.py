@@ -88,6 +88,28 @@ async def test_proposals_prepared_ahead_change_no_token(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+async def test_alternatives_change_no_token_and_make_rounds_longer(
+    stack: Rig, sampling: dict[str, Any]
+) -> None:
+    """With one guess a round its alternatives are all that can make up for it."""
+    options = {"max_tokens": 36, "seeds": True, "proposer": "draft", "fan_out": 0, **sampling}
+    plain = await stack.complete_all(PROMPTS, num_speculative_tokens=0, **options)
+    for k in (1, 4):
+        lengths = []
+        for alternatives in (0, 1, 3):
+            done = await stack.complete_all(
+                PROMPTS, num_speculative_tokens=k, alternatives=alternatives, **options
+            )
+            stats = total(done)
+            assert ids(done) == ids(plain), f"k={k}, {alternatives} alternatives"
+            assert stats.fallback_rounds == stats.dropped_proposals == 0
+            assert 40 < stats.accepted < stats.proposed
+            lengths.append(stats.mean_acceptance_length or 0)
+        print(f"k={k}: mean acceptance lengths {lengths}")
+        assert lengths[0] + 0.05 < lengths[1] < lengths[2]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 async def test_ngram_lookup_changes_no_token(looping: Rig, sampling: dict[str, Any]) -> None:
     options = {"max_tokens": 64, "seeds": True, "proposer": "ngram", **sampling}
     plain = await looping.streams(PROMPTS, num_speculative_tokens=0, **options)

@@ -39,7 +39,8 @@ async def start_cli(*argv: str) -> asyncio.subprocess.Process:
 async def test_generate_streams_text_and_ends_with_one_line_of_totals(capsys):
     service = FakeService()
     async with serving(service) as address:
-        assert await run("generate", "--address", address, "hello", "--k", "4", "--stop", "x") == 0
+        flags = ("--k", "4", "--alternatives", "1", "--stop", "x")
+        assert await run("generate", "--address", address, "hello", *flags) == 0
     out, err = capsys.readouterr()
     assert out == "Hi there!\n"
     line = err.strip()
@@ -50,6 +51,7 @@ async def test_generate_streams_text_and_ends_with_one_line_of_totals(capsys):
     (request,) = service.requests
     assert request.prompt[0].chat.messages[0].role == "user"
     assert request.speculation.num_speculative_tokens == 4
+    assert request.speculation.alternatives == 1 and not request.speculation.HasField("fan_out")
     assert list(request.stop.stop_strings) == ["x"]
 
 

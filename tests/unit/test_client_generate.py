@@ -71,6 +71,8 @@ async def test_every_option_reaches_the_request():
         mode=VerificationMode.REJECTION,
         num_speculative_tokens=0,
         proposer="ngram",
+        fan_out=0,
+        alternatives=2,
         logprobs=0,
         model="m",
         adapter="a",
@@ -90,6 +92,7 @@ async def test_every_option_reaches_the_request():
     assert full.speculation.mode == common_pb2.VERIFICATION_MODE_REJECTION
     assert full.speculation.HasField("num_speculative_tokens")
     assert full.speculation.proposer == "ngram" and full.HasField("logprobs")
+    assert full.speculation.HasField("fan_out") and full.speculation.alternatives == 2
     assert (full.model, full.adapter, full.session_id, full.request_id) == ("m", "a", "s", "r")
     assert full.keep_session
     assert list(empty.prompt[0].tokens.ids) == [1, 2, 3]
@@ -97,7 +100,8 @@ async def test_every_option_reaches_the_request():
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         assert not empty.sampling.HasField(name)
     assert not empty.HasField("logprobs") and not empty.stop.HasField("max_tokens")
-    assert not empty.speculation.HasField("num_speculative_tokens")
+    for name in ("num_speculative_tokens", "fan_out", "alternatives"):
+        assert not empty.speculation.HasField(name)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +112,7 @@ async def test_every_option_reaches_the_request():
         (GenerationOptions(max_tokens=-5), "max_tokens"),
         (GenerationOptions(stop_token_ids=(-1,)), "stop_token_ids"),
         (GenerationOptions(num_speculative_tokens=-1), "num_speculative_tokens"),
+        (GenerationOptions(alternatives=-1), "alternatives"),
         (GenerationOptions(stop_strings=("\ud800",)), "stop_strings"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from outrider.config import describe, load_config, setting
 from outrider.errors import InvalidArgument
 from outrider.worker.service import WorkerConfig, parse_bytes
+from services.orchestrator.config import OrchestratorConfig
 
 
 @dataclass(frozen=True)
@@ -193,3 +194,21 @@ def test_other_sizes_are_refused_by_name(text):
     with pytest.raises(InvalidArgument, match="write for example") as caught:
         parse_bytes(text, field="kv_memory")
     assert caught.value.field == "kv_memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("num_speculative_tokens", -1, 16),
+        ("max_speculative_tokens", 0, 16),
+        ("fan_out", 0, 64),
+        ("alternatives", -1, 3),
+    ],
+)
+def test_the_orchestrators_numbers_are_checked(name, least, most):
+    for value in (least, most):
+        assert getattr(OrchestratorConfig(**{name: value}), name) == value
+    for value in (least - 1, most + 1):
+        with pytest.raises(InvalidArgument, match=f"{value} is not in") as refused:
+            OrchestratorConfig(**{name: value})
+        assert refused.value.field == name

@@ -12,6 +12,7 @@ import pytest
 import torch
 from worker_harness import Owner, plain_logits, random_tokens, refusal, serving, verdict_of
 
+from outrider.types import Proposal
 from outrider.wire import verdict_from_proto
 
 torch.set_num_threads(1)
@@ -60,10 +61,23 @@ class Mix:
         self.owners.append(owner)
 
     def verify(self, owner):
-        room = POOL_BLOCKS * BLOCK - len(owner.tokens)
-        guesses = self.guesses(owner.tokens, min(self.rng.randrange(7), max(room, 0)))
-        replies = self.bench.post(owner.verify_entry(guesses))
-        self.pending[id(owner)] = (owner, list(owner.tokens), guesses, replies)
+        room = max(POOL_BLOCKS * BLOCK - len(owner.tokens), 0)
+        guesses = self.guesses(owner.tokens, min(self.rng.randrange(7), room))
+        leaves = min(self.rng.choice([0, 0, 1, 3]), room - len(guesses))
+        proposal = self.with_leaves(owner.tokens, guesses, leaves)
+        replies = self.bench.post(owner.verify_entry(proposal=proposal))
+        self.pending[id(owner)] = (owner, list(owner.tokens), proposal, replies)
+
+    def with_leaves(self, tokens, guesses, count):
+        """Beside the guesses so many leaves, most of them the right token after their parent."""
+        parents = list(range(-1, len(guesses) - 1))
+        leaves = []
+        for _ in range(count):
+            parent = self.rng.randrange(-1, len(guesses))
+            own = self.picks((*tokens, *guesses[: parent + 1]))[-1]
+            parents.append(parent)
+            leaves.append(own if self.rng.random() < 0.7 else (own + 9) % 258)
+        return Proposal((*guesses, *leaves), tuple(parents) if count else ())
 
     def guesses(self, tokens, count):
         """Right up to a random place."""
@@ -99,34 +113,38 @@ class Mix:
         self.bench.post(entry)
 
     def collect(self):
-        for key, (owner, base, guesses, replies) in list(self.pending.items()):
+        for key, (owner, base, proposal, replies) in list(self.pending.items()):
             if replies.empty():
                 continue
             del self.pending[key]
             reply = replies.get_nowait()
             if reply.HasField("refused"):
                 reason = refusal(reply)[0]
-                assert reason == "cancelled" or len(base) + len(guesses) > POOL_BLOCKS * BLOCK
+                assert reason == "cancelled" or len(base) + len(proposal) > POOL_BLOCKS * BLOCK
                 self.seen[reason] += 1
                 continue
             verdict = verdict_from_proto(reply.verified)
-            self.check(base, guesses, verdict)
+            self.check(base, proposal, verdict)
             assert owner.tokens == base
             owner.tokens.extend(verdict.token_ids)
             if len(owner.tokens) > POOL_BLOCKS * BLOCK - 8:
                 owner.tokens = owner.tokens[: self.rng.randrange(1, 40)]
 
-    def check(self, base, guesses, verdict):
-        picks = self.picks((*base, *guesses))[len(base) - 1 :]
-        accepted = 0
-        while accepted < len(guesses) and guesses[accepted] == picks[accepted]:
-            accepted += 1
-        assert verdict.num_accepted == accepted
-        assert list(verdict.token_ids) == [*guesses[:accepted], picks[accepted]]
+    def check(self, base, proposal, verdict):
+        """Plain decoding, for as long as its tokens were guessed."""
+        parents = proposal.parents or range(-1, len(proposal) - 1)
+        nodes = list(zip(parents, proposal.token_ids, strict=True))
+        emitted, path = [self.picks(tuple(base))[-1]], []
+        while (step := (path[-1] if path else -1, emitted[-1])) in nodes:
+            path.append(nodes.index(step))
+            emitted.append(self.picks((*base, *emitted))[-1])
+        assert verdict.num_accepted == len(path) == len(emitted) - 1
+        assert list(verdict.token_ids) == emitted
         self.seen["verified"] += 1
-        self.seen["accepted"] += accepted
-        self.seen["recovered inside"] += 0 < accepted < len(guesses)
-        self.seen["bonus"] += 0 < accepted == len(guesses)
+        self.seen["accepted"] += len(path)
+        self.seen["recovered inside"] += 0 < len(path) < verdict.num_proposed
+        self.seen["bonus"] += 0 < len(path) == verdict.num_proposed
+        self.seen["leaves"] += path != list(range(len(path)))
 
     def check_blocks(self):
         sessions = self.bench.worker._sessions._sessions.values()
@@ -156,7 +174,7 @@ def test_random_mixes_give_right_verdicts_and_return_every_block(tiny_models, ma
     folder = tiny_models["target"]
     limits = {"num_blocks": POOL_BLOCKS, "max_rows": max_rows, "block_tokens": BLOCK}
     with serving(folder, threaded=False, **limits) as bench:
-        mix = Mix(bench, folder, seed=max_rows)
+        mix = Mix(bench, folder, seed=max_rows + 1)
         for _ in range(STEPS):
             mix.step()
         mix.finish()
@@ -174,6 +192,7 @@ def test_random_mixes_give_right_verdicts_and_return_every_block(tiny_models, ma
     enough = {
         "verified": 60, "accepted": 30, "recovered inside": 10, "bonus": 10, "cancelled": 3,
         "closed while busy": 2, "rolled back": 10, "scattered": 40,
+        "leaves": 5,
     }  # fmt: skip
     assert preemptions > 20 and shared > 100
     assert {name: mix.seen[name] for name, least in enough.items() if mix.seen[name] < least} == {}

@@ -1,6 +1,8 @@
 """Acceptance by equality and by block, on cases small enough to know the answer."""
 
 import math
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from outrider.sampling import (
     verify_blocks,
     verify_tokens,
     verify_tokens_batch,
+    verify_tree,
 )
 from outrider.types import SparseDistribution
 
@@ -59,6 +62,60 @@ def test_batch_of_token_verifications_equals_one_by_one():
     rows = zip(picks.tolist(), guesses.tolist(), lengths.tolist(), strict=True)
     assert together == [verify_tokens(p, g[:n]) for p, g, n in rows]
     assert set(together) >= {0, 1, 2, 3}
+
+
+def path_to(node, parents):
+    return [] if node < 0 else [*path_to(parents[node], parents), node]
+
+
+def test_a_walk_down_a_tree_says_what_plain_decoding_says():
+    """Against a target whose next token is any function of the text so far, and every path of the
+    tree tried out."""
+    rng = random.Random(0)
+    ends = Counter()
+    for _ in range(2000):
+        count = rng.randrange(9)
+        parents = [rng.randrange(-1, i) for i in range(count)]
+        guesses = [rng.randrange(3) for _ in range(count)]
+        says = {}
+
+        def next_token(text, says=says):
+            return says.setdefault(tuple(text), rng.randrange(3))
+
+        texts = [[guesses[i] for i in path_to(node, parents)] for node in range(count)]
+        picks = [next_token(text) for text in ([], *texts)]
+        plain = []
+        while len(plain) <= count:
+            plain.append(next_token(plain))
+
+        accepted = verify_tree(picks, guesses, parents)
+        emitted = [picks[node + 1] for node in (-1, *accepted)]
+        assert emitted == plain[: len(emitted)]
+        assert emitted[:-1] == [guesses[node] for node in accepted]
+        assert accepted == (path_to(accepted[-1], parents) if accepted else [])
+        siblings = list(zip(parents, guesses, strict=True))
+        if len(set(siblings)) == count:  # Else only the first of equal siblings is looked at.
+            right = (len(text) for text in texts if text == plain[: len(text)])
+            assert len(accepted) == max(right, default=0)
+        last = accepted[-1] if accepted else -1
+        ends["base" if last < 0 else "inside" if last in parents else "leaf"] += 1
+        ends["beside the chain"] += accepted != list(range(len(accepted)))
+    assert min(ends.values()) > 100 and len(ends) == 4, ends
+
+
+def test_a_chain_is_the_narrowest_tree():
+    rng = random.Random(1)
+    for _ in range(200):
+        count = rng.randrange(7)
+        picks = rng.choices(range(2), k=count + 1)
+        guesses = rng.choices(range(2), k=count)
+        walked = verify_tree(picks, guesses, range(-1, count - 1))
+        assert walked == list(range(verify_tokens(picks, guesses)))
+
+
+def test_of_equal_siblings_the_first_counts():
+    assert verify_tree([7, 8, 9, 9], [7, 7, 8], [-1, -1, 0]) == [0, 2]
+    assert verify_tree([7, 8, 9, 9], [7, 7, 8], [-1, -1, 1]) == [0]
 
 
 def test_picks_take_the_lowest_id_among_equals():

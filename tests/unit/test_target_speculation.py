@@ -14,6 +14,7 @@ from worker_harness import (
     load,
     make_runner,
     plain_greedy,
+    proposal_of,
     random_tokens,
     refusal,
     rejection,
@@ -22,7 +23,7 @@ from worker_harness import (
 )
 
 from outrider.errors import DeadlineExceeded
-from outrider.types import DraftPlan, GenerationSpec, SamplingParams
+from outrider.types import DraftPlan, GenerationSpec, Proposal, SamplingParams
 from outrider.wire import plan_to_proto, report_from_proto
 from outrider.worker.worker import Worker, WorkerLimits
 from services.target.drafts import Answer
@@ -46,6 +47,7 @@ class Drafts:
         self.shared = Shared()
         self.spoil = None
         self.damage = None
+        self.proposals = {}
 
     def attach(self, host):
         self.host = host
@@ -66,6 +68,8 @@ class Drafts:
         self.asks.append((list(log.tokens), ask))
         self.owner.tokens = list(log.tokens)
         entry = self.owner.propose_entry(ask.num_tokens)
+        entry.propose.alternatives = ask.num_alternatives
+        base_len = len(log)
         if ask.fan_out:
             entry.propose.ahead.pending.token_ids.extend(ask.pending)
             entry.propose.ahead.fan_out.extend(ask.fan_out)
@@ -77,6 +81,7 @@ class Drafts:
             else:
                 assert reply.HasField("proposed"), reply
                 found = Answer(reply.proposed)
+                self.proposals[base_len] = proposal_of(reply)
                 if self.damage:
                     self.damage(len(self.asks), found.proposed)
             if self.hold:
@@ -93,12 +98,12 @@ class Rig:
         self.drafts = drafts
         self.owner = Owner(target, list(PROMPT), spec)
         self.owner.opened()
-        self.verdicts, self.reports = [], []
+        self.verdicts, self.reports, self.rows = [], [], []
 
-    def entry(self, *, k=3, fan_out=0, rounds=64, end_len=None):
+    def entry(self, *, k=3, fan_out=0, alternatives=0, rounds=64, end_len=None):
         entry = self.owner.verify_entry()
         end_len = end_len or len(PROMPT) + 40
-        plan = DraftPlan("draft", k, fan_out, 2.0, end_len)
+        plan = DraftPlan("draft", k, fan_out, 2.0, end_len, alternatives)
         entry.verify.draft.CopyFrom(plan_to_proto(plan))
         entry.verify.more_rounds = rounds
         return entry
@@ -113,6 +118,7 @@ class Rig:
                 return reply
             self.verdicts.append(verdict_of(reply))
             self.reports.append(report_from_proto(reply.verified.draft))
+            self.rows.append(reply.verified.timing.batch_rows)
             self.owner.tokens.extend(self.verdicts[-1].token_ids)
         return reply
 
@@ -152,7 +158,7 @@ def make_rig(tiny_models):
 def plain(make_rig, spec, count):
     """The same generation without guesses."""
     rig = make_rig(spec)
-    tokens, _ = rig.run(k=0, end_len=len(PROMPT) + count)
+    tokens, _ = rig.run(k=0, rounds=count, end_len=len(PROMPT) + count)
     assert all(verdict.num_proposed == 0 for verdict in rig.verdicts)
     return tokens
 
@@ -172,6 +178,123 @@ def test_output_is_that_of_plain_decoding(make_rig, mode, fan_out):
         assert fan_out > 8 or rig.hits.count(False) > 0
     else:
         assert rig.hits.count(None) == len(rig.hits)
+
+
+def with_proposals(rig):
+    """Each round's verdict, and what the draft proposed for its base."""
+    base = len(PROMPT)
+    for verdict in rig.verdicts:
+        yield verdict, rig.drafts.proposals.get(base, Proposal())
+        base += len(verdict.token_ids)
+
+
+def leaf_flags(rig):
+    """Of each round whether a guess beside the chain was accepted."""
+    return [
+        verdict.token_ids[: verdict.num_accepted] != tree.token_ids[: verdict.num_accepted]
+        for verdict, tree in with_proposals(rig)
+    ]
+
+
+def accepted_leaves(rig):
+    return sum(leaf_flags(rig))
+
+
+def mean_acceptance_length(rig):
+    return sum(len(v.token_ids) for v in rig.verdicts) / len(rig.verdicts)
+
+
+@pytest.mark.parametrize("alternatives", [1, 3])
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_alternatives_change_no_token_and_make_rounds_longer(make_rig, mode, alternatives):
+    options = {"rounds": 200, "end_len": len(PROMPT) + 160}
+    chains, trees = make_rig(SPECS[mode]), make_rig(SPECS[mode])
+    chains.run(**options)
+    tokens, reply = trees.run(alternatives=alternatives, **options)
+    assert tokens == plain(make_rig, SPECS[mode], 160) and len(tokens) == 160
+    assert not reply.header.more
+    assert {ask.num_alternatives for _, ask in trees.drafts.asks} == {alternatives}
+    assert accepted_leaves(trees) >= 10 and accepted_leaves(chains) == 0
+    assert mean_acceptance_length(trees) > mean_acceptance_length(chains) + 0.1
+    assert all(v.num_accepted <= v.num_proposed <= 3 for v in trees.verdicts)
+
+
+def test_an_accepted_leaf_is_computed_again(make_rig):
+    """The place that its token has in the log holds the KV of the chain's wrong guess."""
+    rig = make_rig()
+    rig.run(alternatives=3, rounds=200, end_len=len(PROMPT) + 160)
+    leaves = leaf_flags(rig)
+    trees = [tree for _, tree in with_proposals(rig)]
+    rounds = list(zip(leaves, trees[1:], rig.rows[1:], strict=False))
+    assert len(rounds) > 40 and sum(leaves) > 10
+    for leaf_before, tree, rows in rounds:
+        assert rows == 1 + leaf_before + len(tree)
+
+
+def test_a_plain_round_after_a_tree_computes_what_was_accepted_beside_its_spine(make_rig):
+    """It follows at once, without a look at what KV there is."""
+    own = plain(make_rig, GREEDY, 40)
+    for on_spine in range(3):
+        rig = make_rig()
+        spine = [*own[:on_spine], own[on_spine] ^ 1]
+        beside = own[on_spine:3]
+        entry = rig.entry(k=0)
+        entry.verify.proposal.token_ids.extend([*spine, *beside])
+        entry.verify.proposal.parents.extend(range(-1, on_spine))
+        entry.verify.proposal.parents.append(on_spine - 1)
+        entry.verify.proposal.parents.extend(range(on_spine + 1, on_spine + len(beside)))
+        rig.read(rig.owner.bench.post(entry))
+        assert rig.owner.tokens[len(PROMPT) :] == own
+        assert rig.verdicts[0].num_accepted == 3
+        assert rig.rows[1:4] == [1 + len(beside), 1, 1]
+
+
+def test_alternatives_are_not_asked_for_ahead(make_rig):
+    rig = make_rig()
+    tokens, _ = rig.run(fan_out=8, alternatives=2)
+    assert tokens == plain(make_rig, GREEDY, 40) and rig.hits.count(True) > 3
+    assert {ask.num_alternatives for _, ask in rig.drafts.asks} == {0}
+
+
+def test_alternatives_are_not_asked_for_where_distributions_decide(make_rig):
+    rig = make_rig(SPECS["rejection"])
+    rig.run(alternatives=2)
+    assert {ask.num_alternatives for _, ask in rig.drafts.asks} == {0}
+    assert sum(v.num_accepted for v in rig.verdicts) > 5
+
+
+def test_trees_are_dropped_where_distributions_decide(make_rig):
+    def damage(number, proposed):
+        if number % 2:
+            proposed.proposal.parents.extend([-1] * len(proposed.proposal.token_ids))
+
+    rig = make_rig(SPECS["rejection"])
+    rig.drafts.damage = damage
+    tokens, _ = rig.run()
+    assert len(tokens) >= 40 and sum(report.dropped for report in rig.reports) > 2
+    assert sum(v.num_accepted for v in rig.verdicts) > 3
+
+
+def test_a_tree_near_the_contexts_end_is_cut_to_its_spine(make_rig):
+    """Every place of a tree must be in the context, and not its longest path alone."""
+    rig = make_rig(context_length=len(PROMPT) + 24)
+    tokens, _ = rig.run(alternatives=3, end_len=len(PROMPT) + 60)
+    assert len(tokens) == 24 and tokens == plain(make_rig, GREEDY, 24)
+    assert sum(v.num_accepted for v in rig.verdicts) > 5
+
+
+def test_a_verified_tree_is_not_prepared_for(make_rig):
+    """An orchestrator may send one together with a plan: the first round after it is plain."""
+    rig = make_rig()
+    own = plain(make_rig, GREEDY, 40)
+    entry = rig.entry(fan_out=8)
+    entry.verify.proposal.token_ids.extend([own[0] ^ 1, own[0], own[1]])
+    entry.verify.proposal.parents.extend([-1, -1, 1])
+    rig.read(rig.owner.bench.post(entry))
+    assert rig.owner.tokens[len(PROMPT) :] == own
+    assert rig.verdicts[0].num_accepted == 2 and rig.verdicts[1].num_proposed == 0
+    assert len(rig.drafts.asks[0][0]) == len(PROMPT) + 3
+    assert rig.hits.count(True) > 3
 
 
 def test_greedy_output_is_the_models_own(make_rig, tiny_models):
@@ -246,7 +369,7 @@ def test_malformed_proposals_are_dropped(make_rig, kind, fan_out):
             elif kind == "length":
                 proposal.token_ids.extend([1] * 70)
             else:
-                proposal.parents.extend([-1] * len(proposal.token_ids))
+                proposal.parents.extend([0] * len(proposal.token_ids))  # Its own parent.
 
     rig = make_rig()
     rig.drafts.damage = damage
@@ -265,6 +388,19 @@ def test_more_guesses_than_asked_for_are_cut(make_rig):
     rig.drafts.damage = damage
     rig.run(k=3)
     assert max(verdict.num_proposed for verdict in rig.verdicts) == 3
+
+
+def test_a_tree_wider_than_asked_for_is_cut_to_its_spine(make_rig):
+    def damage(number, proposed):
+        count = len(proposed.proposal.token_ids)
+        proposed.proposal.token_ids.extend([1] * 20)
+        proposed.proposal.parents.extend([*range(-1, count - 1), *([-1] * 20)])
+
+    rig = make_rig(draft="target")
+    rig.drafts.damage = damage
+    tokens, _ = rig.run(k=3)
+    assert tokens == plain(make_rig, GREEDY, 40)
+    assert max(rig.rows[1:]) == 4 and sum(v.num_accepted for v in rig.verdicts) >= 28
 
 
 def test_an_unusable_draft_is_not_asked(make_rig):
@@ -357,6 +493,7 @@ def test_an_entry_that_was_ended_leaves_no_ask(make_rig):
         ({"fan_out": 65}, "fan_out"),
         ({"timeout_ms": 0}, "draft.timeout_ms"),
         ({"end_len": 0}, "draft.end_len"),
+        ({"alternatives": 4}, "draft.alternatives"),
     ],
 )
 def test_plans_are_checked(make_rig, change, field):

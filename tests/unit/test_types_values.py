@@ -7,6 +7,8 @@ import pytest
 from outrider.token_log import TokenLog
 from outrider.types import (
     EMPTY_PREFIX_HASH,
+    Proposal,
+    SparseDistribution,
     SpeculationStats,
     TokenSource,
     Verdict,
@@ -69,6 +71,56 @@ def test_nonces_are_never_zero():
 def test_sources_of_a_verdict(accepted, proposed, own):
     verdict = Verdict(tuple(range(accepted + 1)), accepted, proposed)
     assert verdict.sources == (TokenSource.ACCEPTED,) * accepted + (own,)
+
+
+def random_tree(rng, count):
+    """`count` nodes, their tokens 0, 1, …; most of them hang at the node before."""
+    parents = (i - 1 if rng.random() < 0.5 else rng.randrange(-1, i) for i in range(count))
+    return Proposal(tuple(range(count)), parents=tuple(parents), proposer="oak")
+
+
+def paths_of(tree):
+    """The tokens from a child of the base to each node."""
+    paths = []
+    for token, parent in zip(tree.token_ids, tree.parents or range(-1, len(tree)), strict=False):
+        paths.append([*(paths[parent] if parent >= 0 else ()), token])
+    return paths
+
+
+def test_a_tree_cut_by_depth_keeps_the_paths_that_are_short_enough():
+    rng = random.Random(2)
+    shapes = set()
+    for _ in range(300):
+        tree = random_tree(rng, rng.randrange(12))
+        paths = paths_of(tree)
+        assert tree.length == max(map(len, paths), default=0)
+        for length in range(-1, 8):
+            cut = tree.cut(length)
+            assert paths_of(cut) == [path for path in paths if len(path) <= length]
+            assert cut.length <= max(length, 0) and cut.proposer == "oak"
+            shapes.add((len(cut), bool(cut.parents)))
+    assert {(3, True), (3, False), (0, False)} <= shapes
+
+
+def test_the_spine_is_the_chain_that_a_tree_starts_with():
+    tree = Proposal((5, 6, 7, 8, 9), parents=(-1, 0, -1, 1, 3))
+    assert tree.spine == Proposal((5, 6))
+    assert Proposal((5, 6)).spine == Proposal((5, 6)) and Proposal().spine == Proposal()
+    assert tree.length == 4 and Proposal((5, 6)).length == 2
+
+
+def test_distributions_follow_their_guesses():
+    masses = tuple(SparseDistribution((i,), (1,)) for i in range(4))
+    tree = Proposal((0, 1, 2, 3), parents=(-1, 0, -1, 2), distributions=masses)
+    assert tree.cut(1) == Proposal((0, 2), (-1, -1), (masses[0], masses[2]))
+    assert tree.spine == Proposal((0, 1), (), masses[:2])
+
+
+@pytest.mark.parametrize(("alternatives", "kept"), [(0, 2), (1, 4), (3, 4)])
+def test_a_tree_with_more_guesses_than_asked_for_loses_its_leaves(alternatives, kept):
+    tree = Proposal((1, 2, 3, 4, 5, 6), parents=(-1, 0, 1, -1, 0, 1))
+    assert len(tree.within(2, alternatives)) == kept
+    assert Proposal((1, 2, 3)).within(2, alternatives) == Proposal((1, 2))
 
 
 def test_speculation_is_added_field_by_field_and_position_by_position():

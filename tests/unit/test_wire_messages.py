@@ -136,15 +136,24 @@ def random_distribution(rng, guess):
 def test_proposals_come_back():
     rng = random.Random(0)
     for _ in range(50):
-        ids = tuple(rng.choices(range(1000), k=rng.randrange(65)))
+        ids = tuple(rng.choices(range(1000), k=rng.randrange(2, 65)))
+        # The last guess is a child of the base: no chain.
+        tree = (*(rng.randrange(-1, i) for i in range(len(ids) - 1)), -1)
         proposal = Proposal(
             ids,
-            parents=tuple(range(-1, len(ids) - 1)) if rng.random() < 0.3 else (),
+            parents=tree if rng.random() < 0.3 else (),
             distributions=tuple(random_distribution(rng, i) for i in ids),
             proposer="ü" * 32,
         )
         message = over_the_wire(wire.proposal_to_proto(proposal))
         assert wire.proposal_from_proto(message, vocab_size=1000) == proposal
+
+
+def test_a_tree_that_is_a_chain_comes_as_one():
+    for count in (0, 1, 5):
+        ids = list(range(count))
+        message = common_pb2.Proposal(token_ids=ids, parents=range(-1, count - 1))
+        assert wire.proposal_from_proto(message, vocab_size=10) == Proposal(tuple(ids))
 
 
 def sparse(ids, weights):
@@ -161,6 +170,10 @@ GOOD = sparse([1, 2], [1, 65535])
         ({"token_ids": [10]}, "token_ids"),
         ({"token_ids": [1, 2], "parents": [-1]}, "parents"),
         ({"parents": [-1]}, "parents"),
+        ({"token_ids": [1], "parents": [0]}, "parents"),
+        ({"token_ids": [1], "parents": [-2]}, "parents"),
+        ({"token_ids": [1, 2, 3], "parents": [-1, 2, 0]}, "parents"),
+        ({"token_ids": [1, 2, 3], "parents": [-1, 0, 3]}, "parents"),
         ({"token_ids": [1, 2], "distributions": [GOOD]}, "distributions"),
         ({"distributions": [GOOD]}, "distributions"),
         ({"token_ids": [1], "distributions": [sparse([], [])]}, "distributions"),

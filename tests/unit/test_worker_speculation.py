@@ -6,6 +6,7 @@ Claims of identity are of the table's fp32 column (docs/design.md §2); each cou
 import contextlib
 import dataclasses
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from outrider.types import (
     Proposal,
     SamplingParams,
     SparseDistribution,
+    Verdict,
 )
 
 torch.set_num_threads(1)
@@ -446,6 +448,9 @@ MALFORMED = {
         ...,
     ),
     "too few parents": (Proposal((1, 2), parents=(-1,)), "proposal.parents"),
+    "its own parent": (Proposal((1, 2), parents=(-1, 1)), "proposal.parents"),
+    "a parent behind its child": (Proposal((1, 2, 3), parents=(-1, 2, -1)), "proposal.parents"),
+    "too large a tree": (Proposal((1,) * 65, parents=(-1,) * 65), "proposal.token_ids"),
     "long name": (Proposal((1,), proposer="x" * 65), "proposal.proposer"),
 }
 
@@ -461,10 +466,158 @@ def test_malformed_proposals_are_refused_with_their_field(target, name, spec):
         verdict_of(owner.verify())
 
 
-def test_trees_are_refused_as_unsupported(target):
-    with session(target, GREEDY) as owner:
-        tree = Proposal((1, 2, 3), parents=(-1, -1, 0))
+def test_trees_are_refused_where_distributions_decide(target):
+    tree = Proposal((1, 2, 3), parents=(-1, -1, 0))
+    with session(target, rejection(4)) as owner:
         assert refusal(owner.verify(proposal=tree)) == ("unsupported", "proposal.parents")
+        chain = Proposal((1, 2, 3), parents=(-1, 0, 1))
+        assert verdict_of(owner.verify(proposal=chain)).num_proposed == 3
+    with session(target, rejection(4, temperature=0.0)) as owner:
+        assert verdict_of(owner.verify(proposal=tree)).num_proposed == 2
+
+
+# --- trees ------------------------------------------------------------------------------------
+
+
+def grove(own, seed, seen):
+    """Trees of every shape in which the right text goes on for a while, on the spine or off it."""
+    rng = random.Random(seed)
+
+    def propose(tokens, k):
+        start = len(tokens) - len(PROMPT)
+        guesses, parents, right = [], [], [-1]
+        for i in range(rng.randrange(2, 2 * k + 2)):
+            goes_on = rng.random() < 0.5 and len(right) <= k and start + len(right) <= len(own)
+            if goes_on:
+                parents.append(right[-1])
+                guesses.append(own[start + len(right) - 1])
+                right.append(i)
+            else:
+                parents.append(rng.randrange(-1, i))
+                guesses.append(rng.randrange(258))
+        seen["off the spine"] += right[1:] != list(range(len(right) - 1))
+        return Proposal(tuple(guesses), parents=tuple(parents))
+
+    return propose
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_output_is_the_same_with_trees_of_every_shape(target, name, k):
+    spec, tally, seen = SPECS[name], Tally(), Counter()
+    own = plain(target, spec, 120)
+    with session(target, spec) as owner:
+        assert generate(owner, 100, k, grove(own, k, seen), tally) == own[:100]
+    assert tally.accepted > 30 and seen["off the spine"] > 10
+    assert tally.recovered_first + tally.recovered_inside > 3 and tally.rounds < 75
+
+
+def test_a_leaf_beside_the_chain_is_accepted_and_computed_again(target, folder):
+    """KV is kept of the base and the accepted part of the chain, not of the leaf."""
+    own = plain_greedy(folder, PROMPT, 12)
+    with session(target, GREEDY) as owner:
+        guesses = (own[0], own[1], own[2] ^ 1, own[1] ^ 1, own[2])
+        tree = Proposal(guesses, parents=(-1, 0, 1, 0, 1))
+        verdict = verdict_of(owner.verify(proposal=tree))
+        assert verdict == Verdict(tuple(own[:4]), num_accepted=3, num_proposed=3)
+        assert owner.cached == [*PROMPT, *guesses[:3]]
+        owner.tokens.extend(verdict.token_ids)
+        again = owner.verify(own[4:6])
+        assert again.verified.timing.cached_tokens == len(PROMPT) + 2
+        assert verdict_of(again).token_ids == tuple(own[4:7])
+
+
+def test_num_proposed_of_a_tree_is_its_longest_path(target):
+    with session(target, GREEDY) as owner:
+        for parents, longest in (((-1,) * 4, 1), ((-1, 0, -1, 2, 3), 3), ((-1, -1, 0), 2)):
+            tree = Proposal(tuple(range(len(parents))), parents=parents)
+            assert verdict_of(owner.verify(proposal=tree)).num_proposed == longest
+
+
+def test_logprobs_of_a_tree_are_those_of_its_accepted_path(target, folder):
+    spec = dataclasses.replace(coupled(5, temperature=0.6), logprobs=3)
+    own = plain(target, spec, 60)
+    reported, seen = [], Counter()
+    with session(target, spec) as owner:
+        propose = grove(own, 9, seen)
+        while len(reported) < 50:
+            verdict = verdict_of(owner.verify(proposal=propose(owner.tokens, 4)))
+            reported += verdict.logprobs
+            owner.tokens.extend(verdict.token_ids)
+        tokens = owner.tokens
+    assert seen["off the spine"] > 5
+    assert [entry.token_id for entry in reported] == tokens[len(PROMPT) :]
+    scores = plain_logits(folder, tokens).log_softmax(-1)[len(PROMPT) - 1 : -1]
+    for entry, row in zip(reported, scores, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
+        best = row.topk(3).values.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best, abs=1e-3)
+
+
+def test_a_tree_too_large_for_the_context_is_cut_to_its_spine(folder):
+    end = 48
+    with serving(folder, context_length=end) as bench:
+        for base in range(end - 8, end):
+            prompt = random_tokens(base, seed=base)
+            own = plain_greedy(folder, prompt, 4)
+            # The third guess is right beside the chain alone.
+            guesses = (*own[:2], own[2] ^ 1, own[2])
+            tree = Proposal(guesses, parents=(-1, 0, 1, 1))
+            with session(bench, GREEDY, prompt) as owner:
+                verdict = verdict_of(owner.verify(proposal=tree))
+            room = end - base - 1
+            assert verdict.num_proposed == min(3, room)
+            accepted = 3 if room >= 4 else min(2, room)
+            assert verdict.token_ids == tuple(own[: accepted + 1])
+
+
+@pytest.mark.parametrize("spec", [GREEDY, coupled(6)], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_draft_sends_its_runners_up_as_leaves(draft, spec, count):
+    with session(draft, spec) as owner:
+        chain = proposal_of(owner.propose(4))
+    with session(draft, spec) as owner:
+        entry = owner.propose_entry(4)
+        entry.propose.alternatives = count
+        tree = proposal_of(owner.bench.ask(entry))
+        assert owner.cached == [*PROMPT, *chain.token_ids[:3]]
+    assert tree.spine == chain and len(tree) == 4 * (1 + count) and tree.proposer == "draft"
+    assert tree.parents[4:] == tuple(place - 1 for place in range(4) for _ in range(count))
+    for place in range(4):
+        siblings = [
+            t for t, parent in zip(tree.token_ids, tree.parents, strict=True) if parent == place - 1
+        ]
+        assert len(set(siblings)) == 1 + count and siblings[0] == chain.token_ids[place]
+
+
+def test_alternatives_are_the_likeliest_other_tokens(draft, tiny_models):
+    with session(draft, GREEDY) as owner:
+        entry = owner.propose_entry(3)
+        entry.propose.alternatives = 3
+        tree = proposal_of(owner.bench.ask(entry))
+    for place in range(3):
+        text = [*PROMPT, *tree.token_ids[:place]]
+        ranked = plain_logits(tiny_models["draft"], text)[-1].topk(4).indices.tolist()
+        siblings = [tree.token_ids[place], *tree.token_ids[3 + 3 * place : 6 + 3 * place]]
+        assert siblings == ranked
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "reason"),
+    [
+        (GREEDY, {"alternatives": 4}, "invalid_argument"),
+        (rejection(3), {"alternatives": 1}, "unsupported"),
+        (GREEDY, {"alternatives": 1, "ahead": [1]}, "invalid_argument"),
+    ],
+)
+def test_alternatives_are_refused_where_there_are_none(draft, spec, change, reason):
+    with session(draft, spec) as owner:
+        entry = owner.propose_entry(3)
+        entry.propose.alternatives = change["alternatives"]
+        entry.propose.ahead.fan_out.extend(change.get("ahead", ()))
+        if "ahead" not in change:
+            entry.propose.ClearField("ahead")
+        assert refusal(owner.bench.ask(entry)) == (reason, "alternatives")
+        proposal_of(owner.propose(3))
 
 
 def test_the_longest_proposal_is_taken(target, folder):
