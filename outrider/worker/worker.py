@@ -65,6 +65,10 @@ class Host(Protocol):
     def resume(self, work: Work) -> None:
         """A work that was to go on later can go on; on the worker's thread."""
 
+    @property
+    def under_way(self) -> int:
+        """Works that are not over, those that go on later included."""
+
 
 class Tier(Protocol):
     """What a tier does with a session's base. Called on the worker's thread only."""
@@ -184,6 +188,10 @@ class Worker:
     def post(self, action: Callable[[], None]) -> None:
         """Run this on the worker's thread, from any thread."""
         self._inbox.put(action)
+
+    @property
+    def under_way(self) -> int:
+        return self._queued
 
     @property
     def block_tokens(self) -> int:

@@ -53,6 +53,11 @@ class TargetConfig(WorkerConfig):
         "would compete with those who tell the client of them",
         choices=("auto", "on", "off"),
     )
+    tree_rows: int = setting(
+        64,
+        help="on a GPU: alternatives to guesses are asked for while all sessions together stay "
+        "within so many rows of a pass, which cost little more than one; 0: as planned",
+    )
     ask_drafts: bool = setting(True, help="ask drafts by itself when an orchestrator plans so")
     draft_ca: str = setting("", help="PEM CA of the drafts' certificates; switches TLS on")
     draft_cert: str = setting("", help="PEM client certificate for the drafts (mTLS)")
@@ -113,6 +118,7 @@ def _make_tier(
         context_length=context_length,
         drafts=drafts,
         plain_by_plan=_offers_plain_rounds(config, loaded),
+        tree_rows=config.tree_rows if loaded.device.type == "cuda" else 0,
     )
 
 

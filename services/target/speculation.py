@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unsupported
 from outrider.token_log import TokenLog
-from outrider.types import DraftPlan, DraftReport, GenerationSpec, Proposal, Verdict
+from outrider.types import (
+    MAX_ALTERNATIVES,
+    DraftPlan,
+    DraftReport,
+    GenerationSpec,
+    Proposal,
+    Verdict,
+)
 from outrider.v1 import common_pb2, worker_pb2
 from outrider.wire import proposal_from_proto
 from services.target.drafts import Answer, Ask, DraftSession
@@ -56,7 +63,8 @@ class _Asked:
 class Speculation:
     """The speculation of one entry; the worker's thread owns it.
 
-    `resume` is called with what was chosen, for a round that `choose` had to leave open.
+    `resume` is called with what was chosen, for a round that `choose` had to leave open. `room`
+    says how many alternatives each of so many guesses may have now.
     """
 
     plan: DraftPlan
@@ -65,6 +73,7 @@ class Speculation:
     vocab_size: int
     forecast: Forecast
     resume: Callable[[Chosen], None]
+    room: Callable[[int], int] = lambda length: MAX_ALTERNATIVES
     _asked: _Asked | None = None
     _open: Verdict | None = None
     """The verdict whose round waits for the draft."""
@@ -99,8 +108,8 @@ class Speculation:
         if asked is None and self.plan.fan_out:
             return self._plain()
         if asked is None:
-            length, alternatives = self._length(len(log)), self._num_alternatives
-            asked = self._ask(Ask(length, num_alternatives=alternatives))
+            length = self._length(len(log))
+            asked = self._ask(Ask(length, num_alternatives=self._num_alternatives(length)))
         if asked.answer is not None:
             return self._select(asked.ask, asked.answer, verdict)
         self._asked, self._open, self._waiting_since = asked, verdict, time.monotonic()
@@ -116,9 +125,10 @@ class Speculation:
         """Guesses after a base: not more than could be emitted before the last token."""
         return max(min(self.plan.num_speculative_tokens, self.plan.end_len - base_len - 1), 0)
 
-    @property
-    def _num_alternatives(self) -> int:
-        return 0 if self.spec.uses_distributions else self.plan.alternatives
+    def _num_alternatives(self, length: int) -> int:
+        if self.spec.uses_distributions or not self.plan.alternatives:
+            return 0
+        return min(self.plan.alternatives, self.room(length))
 
     def _ask(self, ask: Ask) -> _Asked:
         asked = _Asked(ask)

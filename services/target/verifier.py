@@ -18,7 +18,7 @@ from outrider.sampling import (
     verify_tokens,
     verify_tree,
 )
-from outrider.types import DraftReport, GenerationSpec, Proposal, Verdict
+from outrider.types import MAX_ALTERNATIVES, DraftReport, GenerationSpec, Proposal, Verdict
 from outrider.v1 import worker_pb2
 from outrider.wire import (
     check_lengths,
@@ -77,13 +77,16 @@ class Verifier:
         context_length: int,
         drafts: DraftPool | None = None,
         plain_by_plan: bool = True,
+        tree_rows: int = 0,
     ) -> None:
         """`drafts` are those that it may ask by itself; without `plain_by_plan` it leaves plain
-        rounds in between to the orchestrator."""
+        rounds in between to the orchestrator. Alternatives are asked for while all who are under
+        way need no more rows of a pass than `tree_rows`; 0: always."""
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._drafts = drafts
         self._plain_by_plan = plain_by_plan
+        self._tree_rows = tree_rows
         self._host: Host | None = None
 
     def attach(self, host: Host) -> None:
@@ -136,10 +139,19 @@ class Verifier:
             self._vocab_size,
             Forecast(self._drafts.seen(plan.address)),
             lambda chosen: self._resume(work, chosen),
+            self._room_for_alternatives,
         )
         round_.speculation = speculation
         work.ahead = 0 if speculation.speculates else work.ahead
         speculation.starts(work.sequence.log, round_.proposal)
+
+    def _room_for_alternatives(self, length: int) -> int:
+        """Of each of `length` guesses, so that all who are under way fit into a pass that costs
+        little more than one of a single row."""
+        if not self._tree_rows or self._host is None:
+            return MAX_ALTERNATIVES
+        rows = self._tree_rows // max(self._host.under_way, 1)
+        return max(rows - 1 - length, 0) // length
 
     @torch.inference_mode()
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:

@@ -242,7 +242,7 @@ def test_nothing_is_allocated_or_compiled_after_warm_up(runner, monkeypatch):
         batch = chooser.batch(size=chooser.random.randint(1, 8), max_steps=1 + 5 * (index % 2))
         if all(rows.draw is None or can_draw(rows.draw) for rows in batch):
             batches.append(batch)
-    batches += [[tree_rows(chooser, index) for index in range(2)] for _ in range(5)]
+    batches += [[tree_rows(chooser, 0)] for _ in range(10)]
     batches += [with_alternatives(chooser, drafting(chooser, size, 5)) for size in (1, 3, 8)]
     batches += [with_alternatives(chooser, branching(chooser, runner, 2))]
     assert len(batches) > 30

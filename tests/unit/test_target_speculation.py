@@ -135,7 +135,7 @@ class Rig:
 def make_rig(tiny_models):
     with contextlib.ExitStack() as stack:
 
-        def make(spec=GREEDY, draft="draft", **limits):
+        def make(spec=GREEDY, draft="draft", tree_rows=0, **limits):
             loaded = load(tiny_models["target"])
             drafts = Drafts(stack.enter_context(serving(tiny_models[draft], "draft")))
             limits = {"num_blocks": 256, "context_length": 512} | limits
@@ -144,6 +144,7 @@ def make_rig(tiny_models):
                 vocab_size=loaded.vocab_size,
                 context_length=limits["context_length"],
                 drafts=drafts,
+                tree_rows=tree_rows,
             )
             worker = Worker(runner, verifier, WorkerLimits(**limits), vocab_size=loaded.vocab_size)
             worker.start()
@@ -217,6 +218,16 @@ def test_alternatives_change_no_token_and_make_rounds_longer(make_rig, mode, alt
     assert accepted_leaves(trees) >= 10 and accepted_leaves(chains) == 0
     assert mean_acceptance_length(trees) > mean_acceptance_length(chains) + 0.1
     assert all(v.num_accepted <= v.num_proposed <= 3 for v in trees.verdicts)
+
+
+@pytest.mark.parametrize(("tree_rows", "expected"), [(6, {0}), (7, {1}), (10, {2}), (40, {2})])
+def test_alternatives_give_way_where_rows_would_cost(make_rig, tree_rows, expected):
+    """Three guesses, and a row of its own for the token before them."""
+    rig = make_rig(tree_rows=tree_rows)
+    tokens, _ = rig.run(alternatives=2, end_len=len(PROMPT) + 60)
+    full = {ask.num_alternatives for _, ask in rig.drafts.asks if ask.num_tokens == 3}
+    assert full == expected
+    assert tokens[:40] == plain(make_rig, GREEDY, 40)
 
 
 def test_an_accepted_leaf_is_computed_again(make_rig):
