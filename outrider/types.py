@@ -281,6 +281,8 @@ class SpeculationStats:
 
 
 def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    if not left or not right:
+        return left or right
     short, long = sorted((left, right), key=len)
     return tuple(a + b for a, b in zip(short, long, strict=False)) + long[len(short) :]
 

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
@@ -285,8 +285,7 @@ class Decoder:
         starts = [0, *ends][:-1]
         taken = self.output.num_taken - before
         told = [v for v, start in zip(verdicts, starts, strict=True) if start < taken]
-        stats = sum(map(round_stats, told), counted)
-        return Piece(released, stats, outcome.times, outcome.rounds[: len(told)])
+        return Piece(released, counted + stats_of(told), outcome.times, outcome.rounds[: len(told)])
 
     @property
     def _left(self) -> int:
@@ -398,8 +397,15 @@ def _exposed_us(report: DraftReport) -> int:
     return min(report.worker_us, report.wait_us)
 
 
-def round_stats(verdict: Verdict) -> SpeculationStats:
-    """The counts of one round."""
+def stats_of(verdicts: Sequence[Verdict]) -> SpeculationStats:
+    """The counts of some rounds."""
+    guessed = [verdict for verdict in verdicts if verdict.num_proposed]
+    plain = len(verdicts) - len(guessed)
+    return sum(map(_stats_of_guesses, guessed), SpeculationStats(rounds=plain, plain=plain))
+
+
+def _stats_of_guesses(verdict: Verdict) -> SpeculationStats:
+    """The counts of one round that verified something."""
     own = verdict.sources[-1]
     positions = range(verdict.num_proposed)
     return SpeculationStats(
@@ -408,7 +414,6 @@ def round_stats(verdict: Verdict) -> SpeculationStats:
         accepted=verdict.num_accepted,
         recovered=int(own is TokenSource.RECOVERED),
         bonus=int(own is TokenSource.BONUS),
-        plain=int(own is TokenSource.PLAIN),
         proposed_by_position=(1,) * verdict.num_proposed,
         accepted_by_position=tuple(int(i < verdict.num_accepted) for i in positions),
     )
