@@ -1,6 +1,7 @@
 """What a session believes: how its guesses fare, and what its next round would cost."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.speculation.acceptance import AcceptanceModel, expected_tokens
 from outrider.speculation.costs import CostLine
@@ -26,6 +27,7 @@ class Guesser:
         self._load = load
         self.acceptance = AcceptanceModel(pool.acceptance)
         self.coverage = 1.0
+        self._has_session = False
         self._hits = self._expected_hits = 10.0
 
     @property
@@ -38,9 +40,25 @@ class Guesser:
         """Hits seen over hits expected."""
         return self._hits / self._expected_hits
 
+    def without_opening(self, seen: Observation) -> Observation:
+        """A round as it would have been with the session there already: the first proposal of a
+        generation waits for that, and for the prompt."""
+        if self._has_session:
+            return seen
+        known = self.draft.num_observations > 0
+        steps = seen.num_proposed or seen.num_asked
+        usual_s = self.draft.predict(steps) if known else seen.target_s
+        opening_s = max(seen.draft_s - usual_s, 0.0)
+        return replace(
+            seen, draft_s=seen.draft_s - opening_s, round_s=max(seen.round_s - opening_s, 0.0)
+        )
+
     def observe(self, seen: Observation, fan_out: int) -> None:
-        """Learn from a round that was to carry guesses of this one."""
-        if seen.hit is None:
+        """Learn from a round that was to carry guesses of this one; its first one tells nothing
+        of what a proposal costs."""
+        if not self._has_session:
+            self._has_session = True
+        elif seen.hit is None:
             self.coverage += _SHARE_PACE * ((seen.num_proposed > 0) - self.coverage)
             self.draft.observe(seen.draft_s, seen.num_proposed or seen.num_asked)
         elif seen.hit:

@@ -124,6 +124,7 @@ class AdaptiveController:
             self._beliefs.observe_plain(seen)
             self._course.plain_round()
             return
+        seen = guesser.without_opening(seen)
         if seen.hit is not None:
             guesser.observe_hit(seen.hit, self.outcomes().hit_probability)
             if seen.prepared:

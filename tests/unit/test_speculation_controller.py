@@ -31,6 +31,7 @@ def play(
     verify: Line = VERIFY,
     draft: Line = DRAFT,
     others: Callable[[int], int] = lambda i: 0,
+    opening_s: float = 0.0,
     noise: float = 0.04,
     seed: int = 0,
 ) -> tuple[list[int], float, float]:
@@ -45,6 +46,8 @@ def play(
             accepted += 1
         rows = others(i) + k + 1
         draft_s = draft.predict(k) * rng.gauss(1, noise) if k else 0.0
+        if k:
+            draft_s, opening_s = draft_s + opening_s, 0.0
         verify_s = verify.predict(rows) * rng.gauss(1, noise)
         policy.observe(
             Observation(
@@ -80,6 +83,15 @@ def test_decoding_begins_plainly_and_guesses_soon():
     lengths, _, _ = play(controller(), lambda i: 0.8, 40)
     assert lengths[0] == 0
     assert min(lengths[20:]) >= 3
+
+
+def test_what_opening_a_session_takes_says_nothing_of_guesses():
+    load, pool = TargetLoad(), ProposerPool("draft")
+    for _ in range(3):
+        policy = AdaptiveController(load, [pool])
+        lengths, _, _ = play(policy, lambda i: 0.8, 60, opening_s=0.3)
+        policy.close()
+        assert min(lengths[30:]) >= 3
 
 
 def test_a_pinned_length_is_kept_whatever_it_brings():
@@ -287,7 +299,20 @@ def test_pipelining_prepares_outcomes_and_learns_of_hits():
 
 def test_pipelining_stays_off_where_the_tiers_take_each_others_time():
     """Draft and target on the same cores: a pass takes 70% longer while the draft works."""
-    policy, rng, ahead, seconds, tokens = controller(mode=Mode.PIPELINED), random.Random(4), 0, 0, 0
+    ahead, rates = zip(*(pipelined_on_shared_cores(seed) for seed in range(10)), strict=True)
+    assert statistics.mean(ahead) < 0.3
+    assert statistics.mean(rates) > 1.2
+
+
+def pipelined_on_shared_cores(seed: int) -> tuple[float, float]:
+    """Share of late rounds that were prepared for; tokens a plain round's time."""
+    policy, rng, ahead, seconds, tokens = (
+        controller(mode=Mode.PIPELINED),
+        random.Random(seed),
+        0,
+        0.0,
+        0,
+    )
     prepared = None
     for i in range(400):
         k = policy.next_length()
@@ -308,5 +333,4 @@ def test_pipelining_stays_off_where_the_tiers_take_each_others_time():
             ahead += prepared is not None
             seconds += draft_s + verify_s
             tokens += accepted + 1
-    assert ahead < 30
-    assert tokens / seconds > 1.2 / 0.020
+    return ahead / 300, tokens / seconds * 0.020

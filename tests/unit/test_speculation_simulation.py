@@ -169,8 +169,9 @@ def test_a_length_does_not_run_away_in_the_simulator():
     rates = {k: run(where, process, k=k).tokens_per_s for k in range(1, 13)}
     best = max(rates, key=lambda k: rates[k])
     lengths = run(where, process, cap=12).lengths[100:]
-    assert best < 6
-    assert sum(abs(k - best) <= 1 for k in lengths) > 0.8 * len(lengths)
+    near = [k for k, rate in rates.items() if rate > 0.95 * rates[best]]
+    assert max(near) < 8
+    assert sum(k in near for k in lengths) > 0.8 * len(lengths)
 
 
 # Beside others
