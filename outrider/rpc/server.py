@@ -127,7 +127,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        # Modules and models stay: looking through them for garbage took a quarter of the time.
+        # Modules and models stay: the collector need not look through them again and again.
         gc.collect()
         gc.freeze()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)

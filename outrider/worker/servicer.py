@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ import outrider
 from outrider.engine.loaded_model import LoadedModel
 from outrider.types import MAX_PROPOSAL_TOKENS
 from outrider.v1 import worker_pb2
+from outrider.worker.handover import Handover
 from outrider.worker.worker import Worker
 
 PROTOCOL_VERSION = 1
@@ -52,20 +52,10 @@ class WorkerServicer:
         """Entries in, replies out, until the orchestrator ends the stream."""
         outbox: Outbox = asyncio.Queue()
         self._outboxes.add(outbox)
-        loop = asyncio.get_running_loop()
-
-        ready: deque[tuple[worker_pb2.Reply, float]] = deque()
+        ready = Handover(asyncio.get_running_loop(), outbox.put_nowait)
 
         def sink(reply: worker_pb2.Reply) -> None:
-            ready.append((reply, time.monotonic()))
-            if len(ready) == 1:  # One wake-up for all that a pass has answered.
-                with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens.
-                    loop.call_soon_threadsafe(put)
-
-        def put() -> None:
-            while ready:
-                outbox.put_nowait(ready[0])
-                ready.popleft()
+            ready.put((reply, time.monotonic()))
 
         async def read() -> None:
             async for request in request_iterator:

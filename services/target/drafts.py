@@ -5,11 +5,10 @@ Rounds run on the worker's thread, links on the event loop. A `DraftSession` sta
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from outrider.rpc.channel import ChannelSecurity
 from outrider.token_log import Tail, TokenLog
 from outrider.types import EMPTY_PREFIX_HASH, Fence, GenerationSpec
 from outrider.v1 import worker_pb2
+from outrider.worker.handover import Handover
 from outrider.worker.sessions import Key, key_of
 from outrider.worker.worker import Host
 from services.target.fan_out import Shared
@@ -206,7 +206,7 @@ class DraftPool:
         self._links: OrderedDict[str, WorkerLink] = OrderedDict()
         self._sessions: OrderedDict[Key, tuple[Owner, DraftSession]] = OrderedDict()
         self._seen: dict[str, Shared] = {}
-        self._for_loop: deque[Callable[[], None]] = deque()
+        self._for_loop = Handover(self._loop, _run_guarded)
         self._for_worker: list[Callable[[], None]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -241,15 +241,7 @@ class DraftPool:
     def on_loop(self, action: Callable[[], None]) -> None:
         """From the worker's thread. Threads wake each other once for all that is there: the
         sessions of a batch ask, and are answered, together."""
-        self._for_loop.append(action)
-        if len(self._for_loop) == 1:
-            with contextlib.suppress(RuntimeError):  # The loop is closed: the target ends.
-                self._loop.call_soon_threadsafe(self._run_for_loop)
-
-    def _run_for_loop(self) -> None:
-        while self._for_loop:
-            _run_guarded(self._for_loop[0])
-            self._for_loop.popleft()
+        self._for_loop.put(action)
 
     def on_worker(self, action: Callable[[], None]) -> None:
         """From the event loop."""

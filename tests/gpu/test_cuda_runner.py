@@ -186,6 +186,16 @@ def spoil(runner: CudaRunner) -> None:
         pool[:, BLOCKS_EACH * SEQUENCES :] = 1e4
 
 
+def drawn_by_kernels(runner, batch, monkeypatch):
+    """What a batch draws; whoever falls back on the generic way fails."""
+    with monkeypatch.context() as patched:
+        patched.delattr(cuda_runner, "drawing")
+        spoil(runner)
+        fast = runner.run(batch).drawn
+    spoil(runner)
+    return fast
+
+
 @pytest.fixture
 def lowest_first(monkeypatch):
     """`topk`, which branches are ranked by, with the lowest id first among equals."""
@@ -205,11 +215,7 @@ def test_captured_branches_equal_those_of_passes_one_by_one(
     tokens = 0
     for _ in range(40):
         batch = branching(chooser, runner, size)
-        with monkeypatch.context() as patched:
-            patched.delattr(cuda_runner, "drawing")  # Whoever falls back on it fails.
-            spoil(runner)
-            fast = runner.run(batch).drawn
-        spoil(runner)
+        fast = drawn_by_kernels(runner, batch, monkeypatch)
         assert fast == drawing.run(batch, runner).drawn
         branches = [branch for drawn in fast if drawn for branch in drawn.branches]
         tokens += sum(len(branch.token_ids) for branch in branches)
@@ -351,11 +357,7 @@ def test_captured_alternatives_equal_those_of_passes_one_by_one(
         else:
             batch = drafting(chooser, size, max_steps=1 if make == "one step" else 6)
         batch = with_alternatives(chooser, batch)
-        with monkeypatch.context() as patched:
-            patched.delattr(cuda_runner, "drawing")  # Whoever falls back on it fails.
-            spoil(runner)
-            fast = runner.run(batch).drawn
-        spoil(runner)
+        fast = drawn_by_kernels(runner, batch, monkeypatch)
         assert fast == drawing.run(batch, runner).drawn
         plain = [
             replace(r, draw=replace(r.draw, alternatives=0) if r.draw else None) for r in batch

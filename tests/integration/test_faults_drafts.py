@@ -64,6 +64,20 @@ async def run(
     return guessed
 
 
+async def run_by_distributions(guessing: Guessing) -> list[Completion]:
+    """The prompts in rejection mode, whose output cannot be compared; all of it comes."""
+    done = await guessing.rig.complete_all(
+        PROMPTS,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+        temperature=1.0,
+        mode=VerificationMode.REJECTION,
+        num_speculative_tokens=K,
+    )
+    assert all(len(d.token_ids) == LENGTH for d in done)
+    return done
+
+
 async def test_right_guesses_are_all_accepted(guessing: Guessing) -> None:
     """The control: without a fault everything is accepted and nothing falls back."""
 
@@ -273,15 +287,7 @@ async def test_trees_are_dropped_where_distributions_decide(guessing: Guessing) 
         say(ask.reply(Proposal((1, 2, 3), parents=(-1, -1, 0))))
 
     guessing.draft.script = script
-    done = await guessing.rig.complete_all(
-        PROMPTS,
-        max_tokens=LENGTH,
-        ignore_eos=True,
-        temperature=1.0,
-        mode=VerificationMode.REJECTION,
-        num_speculative_tokens=K,
-    )
-    assert all(len(d.token_ids) == LENGTH for d in done)
+    done = await run_by_distributions(guessing)
     # At the end there is room for less than the tree, and what is left of it may be a chain.
     assert all(d.stats.dropped_proposals > 5 and d.stats.proposed <= 2 for d in done)
 
@@ -356,15 +362,7 @@ async def test_wrong_distributions_fail_nothing_in_rejection_mode(guessing: Gues
 
     guessing.draft.script = script
     before = await guessing.rig.held()
-    done = await guessing.rig.complete_all(
-        PROMPTS,
-        max_tokens=LENGTH,
-        ignore_eos=True,
-        temperature=1.0,
-        mode=VerificationMode.REJECTION,
-        num_speculative_tokens=K,
-    )
-    assert all(len(d.token_ids) == LENGTH for d in done)
+    done = await run_by_distributions(guessing)
     assert total(done).proposed > 0 and total(done).fallback_rounds == 0
     await guessing.rig.returns_to(before)
 
