@@ -6,7 +6,8 @@ own over gRPC, on whatever GPU is there.
 
 Prompts are 64 random token ids, answers 256 tokens with the end-of-sequence token ignored. Each
 figure is printed when it is known; plain decoding and the variants take turns, `--repeats` times,
-and the median counts.
+and the median counts. A batch is that many callers; each makes `--waves` requests one after the
+other (sessions that guess do not end together, so with one wave the last ones have the card alone).
 """
 
 import argparse
@@ -98,12 +99,13 @@ async def compare(
             started = time.perf_counter()
             last[variant] = await asyncio.gather(
                 *(
-                    answer(client, 1000 * repeat + i, variant, temperature, args)
+                    caller(client, 1000 * repeat + i, variant, temperature, args)
                     for i in range(batch)
                 )
             )
             seconds = time.perf_counter() - started
-            rates[variant].append(sum(len(done.token_ids) for done in last[variant]) / seconds)
+            tokens = args.waves * sum(len(done.token_ids) for done in last[variant])
+            rates[variant].append(tokens / seconds)
             used = cpu_seconds(stack)
             busy[variant] = ", ".join(
                 f"{name} {(used[name] - before[name]) / seconds:.0%}" for name in used
@@ -158,6 +160,19 @@ def cpu_seconds(stack: LocalStack) -> dict[str, float]:
     return found
 
 
+async def caller(
+    client: OutriderClient,
+    number: int,
+    variant: Variant,
+    temperature: float,
+    args: argparse.Namespace,
+) -> Completion:
+    """`--waves` requests in a row; the last answer."""
+    for wave in range(args.waves):
+        done = await answer(client, number + 100_000 * wave, variant, temperature, args)
+    return done
+
+
 async def answer(
     client: OutriderClient,
     number: int,
@@ -196,6 +211,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperatures", type=numbers, default=[0, 1])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--waves", type=int, default=1, help="requests of each caller in a row")
     parser.add_argument("--kv-memory", default="8GiB")
     parser.add_argument(
         "--gather",

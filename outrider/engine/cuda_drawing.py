@@ -20,10 +20,12 @@ from outrider.engine.drawing import must_go_on
 from outrider.engine.rows import Draw, Rows, branch_places
 from outrider.sampling import cuda_sampler
 from outrider.sampling.cuda_sampler import CANDIDATES
-from outrider.types import MAX_ALTERNATIVES, MAX_PROPOSAL_TOKENS, SamplingParams
+from outrider.types import MAX_PROPOSAL_TOKENS, SamplingParams
 
 MAX_STEPS = MAX_PROPOSAL_TOKENS
 """Passes of one loop at most."""
+MAX_OTHERS = CANDIDATES - 1
+"""Alternatives of a pick at most."""
 
 
 def can_draw(draw: Draw) -> bool:
@@ -32,7 +34,8 @@ def can_draw(draw: Draw) -> bool:
     masked = draw.spec.stop_ids and must_go_on(draw.spec, draw.base_len)
     picks = not draw.spec.uses_distributions and not masked
     steps = draw.steps + bool(draw.branches)
-    return picks and steps <= MAX_STEPS and all(b.rank + 1 < CANDIDATES for b in draw.branches)
+    ranks = all(branch.rank < MAX_OTHERS for branch in draw.branches)
+    return picks and steps <= MAX_STEPS and ranks and draw.alternatives <= MAX_OTHERS
 
 
 def loops(draw: Draw) -> bool:
@@ -95,12 +98,12 @@ class DrawBuffers:
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         # A branch begins at any candidate, and a loop reads on from there.
-        size = max_rows * CANDIDATES + MAX_ALTERNATIVES
+        size = max_rows * CANDIDATES + MAX_OTHERS
         self.picks = torch.zeros(size, dtype=torch.int64, device=device)
         self.history = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64, device=device)
         self._on_host = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64).pin_memory()
         self._numbers = self._on_host.numpy()
-        every = (MAX_STEPS, max_rows, MAX_ALTERNATIVES)
+        every = (MAX_STEPS, max_rows, MAX_OTHERS)
         self.others = torch.zeros(every, dtype=torch.int64, device=device)
         self._others_on_host = torch.zeros(every, dtype=torch.int64).pin_memory()
         self._arrived = [
@@ -125,13 +128,13 @@ class DrawBuffers:
         rows: list[list[int]] = self._numbers[:steps, :count].T.tolist()
         return rows
 
-    def read_others(self, steps: int, count: int) -> list[list[list[int]]]:
-        """After each pick of `read_history` the candidates that came next."""
+    def read_others(self, steps: int, count: int, ranks: int) -> list[list[list[int]]]:
+        """After each pick of `read_history` so many of the candidates that came next."""
         self._others_on_host[:steps].copy_(self.others[:steps], non_blocking=True)
         self._arrived[0].record()
         self._arrived[0].synchronize()
         rows: list[list[list[int]]]
-        rows = self._others_on_host[:steps, :count].transpose(0, 1).tolist()
+        rows = self._others_on_host[:steps, :count, :ranks].transpose(0, 1).tolist()
         return rows
 
     def send(self, step: int) -> None:
@@ -148,7 +151,8 @@ class DrawBuffers:
 
 class LoopRow(NamedTuple):
     """A row of a loop: it draws so many `tokens` from position `start` on. The first stands at
-    index `source` in the picks of the pass before; all but the last are fed to passes."""
+    index `source` in the picks of the pass before, or is `given`, where that is below 0; all but
+    the last are fed to passes."""
 
     sampling: SamplingParams
     blocks: Tokens[int]
@@ -157,6 +161,7 @@ class LoopRow(NamedTuple):
     tokens: int
     copied: tuple[int, int] | None = None
     """The KV block to copy before (from, to)."""
+    given: int = 0
 
 
 def loop_rows(batch: Tokens[Rows], candidates: int) -> list[list[LoopRow]]:
@@ -177,12 +182,18 @@ def _entry_rows(rows: Rows, draw: Draw, first: int, candidates: int) -> list[Loo
         return [LoopRow(sampling, rows.blocks, source, draw.base_len, draw.steps)]
     found = []
     for branch, place in zip(draw.branches, branch_places(rows, BLOCK_TOKENS), strict=True):
-        # A token that stands is taken to be the first candidate: the draft guessed it by the same
-        # noise. A branch that this is wrong for repeats the token, which only wastes it.
-        rank = branch.rank + (branch.num_accepted < last)
-        source = (first + branch.num_accepted) * candidates + rank
+        source, given = -1, 0
+        if rows.known:
+            given = rows.known[branch.num_accepted][branch.rank]
+        else:
+            # A token that stands is taken to be the first candidate: the draft guessed it by the
+            # same noise. A branch that this is wrong for repeats the token, which only wastes it.
+            rank = branch.rank + (branch.num_accepted < last)
+            source = (first + branch.num_accepted) * candidates + rank
         tokens = draw.steps + 1
-        found.append(LoopRow(sampling, place.blocks, source, place.start, tokens, place.copied))
+        found.append(
+            LoopRow(sampling, place.blocks, source, place.start, tokens, place.copied, given)
+        )
     return found
 
 
@@ -205,6 +216,7 @@ class DraftLoop:
             {
                 "step": 1,
                 "sources": rows,
+                "given": rows,
                 "positions": rows,
                 "limits": rows,
                 "copied": 2 * rows,
@@ -224,11 +236,12 @@ class DraftLoop:
         tables = host["tables"].reshape(self.rows, -1)
         params = host["params"].reshape(self.rows, -1)
         host["limits"][:] = 0
-        for row, (sampling, blocks, source, start, tokens, _) in enumerate(going):
+        for row, (sampling, blocks, source, start, tokens, _, given) in enumerate(going):
             last = start + tokens - 1
             blocks = blocks[: -(-last // BLOCK_TOKENS)]
             tables[row, : len(blocks)] = blocks
             host["sources"][row] = source
+            host["given"][row] = given
             host["positions"][row] = start - 1
             host["limits"][row] = last
             cuda_sampler.fill_rows(params, row, sampling, (start,))
@@ -252,6 +265,7 @@ class DraftLoop:
         _feed[(1,)](
             device["step"],
             device["sources"],
+            device["given"],
             device["positions"],
             device["limits"],
             buffers.picks,
@@ -271,7 +285,7 @@ class DraftLoop:
             BLOCK=BLOCK_TOKENS,
             ROW_WORDS=cuda_sampler.ROW_WORDS,
             CANDIDATES=candidates,
-            OTHERS=MAX_ALTERNATIVES if candidates > 1 else 0,
+            OTHERS=MAX_OTHERS if candidates > 1 else 0,
         )
 
 
@@ -279,6 +293,7 @@ class DraftLoop:
 def _feed(  # type: ignore[no-untyped-def]
     step,
     sources,
+    given,
     last_positions,
     limits,
     picks,
@@ -304,10 +319,12 @@ def _feed(  # type: ignore[no-untyped-def]
     now = tl.load(step)
     limit = tl.load(limits + row)
     source = tl.load(sources + row)
-    pick = tl.load(picks + source, mask=limit > 0, other=0)
+    drawn = (limit > 0) & (source >= 0)
+    pick = tl.load(picks + source, mask=drawn, other=0)
+    pick = tl.where(source < 0, tl.load(given + row).to(tl.int64), pick)
     tl.store(history + now * history_stride + row, pick, mask=limit > 0)
     for rank in tl.static_range(OTHERS):
-        other = tl.load(picks + source + 1 + rank, mask=limit > 0, other=0)
+        other = tl.load(picks + source + 1 + rank, mask=drawn, other=0)
         tl.store(others + (now * history_stride + row) * OTHERS + rank, other, mask=limit > 0)
     position = tl.load(last_positions + row) + 1
     goes_on = position < limit

@@ -238,12 +238,15 @@ class CudaRunner:
         draws = [rows.draw for rows in batch if rows.draw]
         if not draws or not self._takes(batch):
             return drawing.run(batch, self)
-        logits = self.forward(batch)
-        bucket = self.bucket_for(sum(len(rows.token_ids) for rows in batch))
         cuts = any(has_cuts(draw.spec.sampling) for draw in draws)
         ranked = any(draw.branches or draw.alternatives for draw in draws)
         candidates = CANDIDATES if ranked else 1
-        self._draw(bucket, cuts, candidates)
+        logits = torch.empty(0)
+        computed = [rows for rows in batch if rows.token_ids]
+        if computed:
+            logits = self.forward(computed)
+            count = sum(len(rows.token_ids) for rows in computed)
+            self._draw(self.bucket_for(count), cuts, candidates)
         if any(map(loops, draws)):
             return Output(logits, self._loop(batch, cuts, candidates))
         picks = iter(self._buffers.read_picks(len(logits), candidates))
@@ -303,15 +306,15 @@ class CudaRunner:
         steps = max(row.tokens for row in going)
         bucket = self.bucket_for(len(going))
         loop = self._loops[bucket.rows]
-        ranked = any(rows.draw and rows.draw.alternatives for rows in batch)
-        further = CANDIDATES if ranked else 1
+        ranks = max(rows.draw.alternatives if rows.draw else 0 for rows in batch)
+        further = CANDIDATES if ranks else 1
         loop.start(going, further)
         for _ in range(steps - 1):
             self._replay(bucket)
             self._draw(bucket, cuts, further)
             loop.feed(further)
         chains = self._buffers.read_history(steps, len(going))
-        others = self._buffers.read_others(steps, len(going)) if ranked else [[]] * len(going)
+        others = self._buffers.read_others(steps, len(going), ranks) if ranks else [[]] * len(going)
         found = zip(going, chains, others, strict=True)
         return [
             _drawn(rows.draw, list(itertools.islice(found, len(own))))
@@ -433,5 +436,8 @@ def _drawn(
         _chain(draw, picks[: row.tokens], others[: row.tokens]) for row, picks, others in chains
     ]
     if draw and draw.branches:
+        for branch in made:
+            if branch:
+                del branch.alternatives[:1]  # Its own token was not drawn.
         return Drawn(branches=[branch for branch in made if branch])
     return made[0] if made else None

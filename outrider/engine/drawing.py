@@ -42,7 +42,8 @@ class Forward(Protocol):
 
 def run(batch: Tokens[Rows], runner: Forward) -> Output:
     """One pass over the batch, and the further ones that its draws ask for."""
-    logits = runner.forward(batch)
+    computed = [rows for rows in batch if rows.token_ids]
+    logits = runner.forward(computed) if computed else torch.empty(0)
     drawn = [Drawn() if rows.draw else None for rows in batch]
     going = _start_chains(batch, drawn, logits) + _start_branches(batch, drawn, logits, runner)
     while going := [chain for chain in going if chain.left > 0]:
@@ -95,10 +96,12 @@ def _start_branches(
     items = _entries(batch, drawn, branching=True)
     if not items:
         return []
-    ranked = iter(_candidates(_rows_of(batch, logits, [rows for rows, _, _ in items]), items))
+    asking = [item for item in items if not item[0].known]
+    own_logits = _rows_of(batch, logits, [rows for rows, _, _ in asking])
+    ranked = iter(_candidates(own_logits, asking))
     chains, copied = [], []
     for rows, draw, result in items:
-        candidates = [next(ranked) for _ in range(rows.num_logits)]
+        candidates = rows.known or [next(ranked) for _ in range(rows.num_logits)]
         places = branch_places(rows, runner.block_tokens)
         for branch, place in zip(draw.branches, places, strict=True):
             own = Drawn([candidates[branch.num_accepted][branch.rank]])
@@ -123,8 +126,9 @@ def _entries(
 
 def _rows_of(batch: Tokens[Rows], logits: Tensor, chosen: Tokens[Rows]) -> Tensor:
     """The logits of some entries of the batch."""
-    if sum(rows.num_logits for rows in chosen) == len(logits):
-        return logits
+    wanted_rows = sum(rows.num_logits for rows in chosen)
+    if wanted_rows in (0, len(logits)):
+        return logits[:wanted_rows]
     parts = torch.split(logits, [rows.num_logits for rows in batch])
     wanted = {id(rows) for rows in chosen}
     return torch.cat([part for part, rows in zip(parts, batch, strict=True) if id(rows) in wanted])
@@ -136,6 +140,8 @@ def _candidates(logits: Tensor, items: Tokens[tuple[Rows, Draw, Drawn]]) -> list
 
     What a sequence has at the place already is left out.
     """
+    if not items:
+        return []
     rows = [
         (draw.spec, draw.base_len + i) for entry, draw, _ in items for i in range(entry.num_logits)
     ]

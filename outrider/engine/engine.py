@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider import trees
 from outrider.engine.block_manager import BlockManager
+from outrider.engine.kept import Kept
 from outrider.engine.rows import Draw, Drawn, Output, Rows
 from outrider.engine.scheduler import Chunk, Scheduler, Work
 from outrider.engine.sequence import Sequence
@@ -67,6 +68,7 @@ class Engine:
         self.runner = runner
         self.blocks = BlockManager(num_blocks, runner.block_tokens)
         self.scheduler = Scheduler(self.blocks, max_rows=max_rows, find_idle=find_idle)
+        self._to_complete: list[tuple[Sequence, Kept]] = []
 
     @property
     def capacity_tokens(self) -> int:
@@ -85,6 +87,24 @@ class Engine:
             yield from self._stream(batch, count, stop)
         elif batch:
             yield self._step(batch)
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether `prepare` has something to do."""
+        return bool(self._to_complete)
+
+    def prepare(self) -> None:
+        """While nothing else is to be done: complete the branches that the last work has left, so
+        that the next one about one of them need not begin with a pass."""
+        pending, self._to_complete = self._to_complete, []
+        for sequence, kept in pending:
+            if sequence.kept is not kept:
+                continue  # Dropped meanwhile.
+            rows = list(kept.last_rows(sequence.blocks, self.blocks.block_tokens))
+            try:
+                kept.complete(self.runner.run(rows).drawn)
+            except Exception:
+                logger.exception("branches could not be completed")
 
     def _rounds_ahead(self, batch: list[Chunk]) -> int:
         """Rounds of the whole batch that can run without the host; KV for them is reserved."""
@@ -158,10 +178,11 @@ class Engine:
                     token_ids=work.tokens[work.computed : stop],
                     start=work.computed,
                     blocks=work.sequence.blocks,
-                    num_logits=work.num_logits if chunk.completes else 0,
+                    num_logits=work.num_logits if chunk.completes and not work.known else 0,
                     draw=work.draw if chunk.completes else None,
                     scratch=work.scratch,
                     parents=work.parents if chunk.completes else (),
+                    known=work.known,
                 )
             )
         return rows
@@ -179,13 +200,25 @@ class Engine:
                 # Side nodes of a tree lie at places that are not their positions.
                 side_nodes = len(work.parents) - trees.spine_length(work.parents)
                 del work.sequence.cached[stop - side_nodes :]
-                ready.append((work, output.logits[row : row + work.num_logits]))
-                row += work.num_logits
+                num_logits = 0 if work.known else work.num_logits
+                ready.append((work, output.logits[row : row + num_logits]))
+                row += num_logits
                 work.drawn = drawn
+                self._keep(work)
                 if work.draw and drawn and work.draw.steps > 1 and not work.draw.branches:
                     # Every guess but the last was fed to a pass.
                     work.sequence.cached.extend(drawn.token_ids[:-1])
         return ready
+
+    def _keep(self, work: Work) -> None:
+        """Let the sequence keep its branches where they were drawn for that."""
+        if not (work.draw and work.drawn and work.draw.branches and work.draw.alternatives):
+            return
+        size, sequence = self.blocks.block_tokens, work.sequence
+        kept = sequence.kept = Kept.of(work.draw, work.drawn, work.scratch, size)
+        work.scratch = []
+        self._to_complete = [(s, k) for s, k in self._to_complete if s.kept is k]
+        self._to_complete.append((sequence, kept))
 
     def _run_one_by_one(self, batch: list[Chunk]) -> StepResult:
         ready: list[tuple[Work, Tensor]] = []

@@ -30,8 +30,9 @@ class Draw:
     drawn for the sequence itself; each branch takes its token and goes on from it for `steps`
     further passes, in blocks of its own (`Rows.scratch`).
 
-    With `alternatives` (up to MAX_ALTERNATIVES; not with branches, not where guesses travel with
-    distributions) each pick comes with so many that nearly were picked in its place.
+    With `alternatives` (not where guesses travel with distributions) each pick comes with so many
+    that nearly were picked in its place. Branches with them can be kept (outrider.engine.kept), so
+    they have room for the KV of their last token too.
     """
 
     spec: GenerationSpec
@@ -42,13 +43,13 @@ class Draw:
 
     def scratch_blocks(self, block_tokens: int) -> int:
         """Blocks that the branches write."""
-        return sum(len(places) for places in self._places(block_tokens))
+        return sum(len(places) for places in self.places(block_tokens))
 
-    def _places(self, block_tokens: int) -> Iterator[range]:
+    def places(self, block_tokens: int) -> Iterator[range]:
         """Of each branch, the block numbers within the sequence that it writes."""
         for branch in self.branches:
             first = self.base_len + branch.num_accepted
-            last = first + self.steps - 1
+            last = first + self.steps - (not self.alternatives)
             yield range(first // block_tokens, last // block_tokens + 1)
 
 
@@ -61,6 +62,9 @@ class Rows:
 
     The last tokens are a tree where there are `parents` (outrider.trees). A row's place is where
     its KV lies; its position, which siblings share, is where it stands in the log.
+
+    Where an earlier pass has told what branches start with, there are no rows: `known[i]` are the
+    tokens that branches at i begin with, by their rank.
     """
 
     token_ids: Tokens[int]
@@ -70,6 +74,7 @@ class Rows:
     draw: Draw | None = None
     scratch: Tokens[int] = ()
     parents: Tokens[int] = ()
+    known: Tokens[Tokens[int]] = ()
 
     @property
     def stop(self) -> int:
@@ -129,7 +134,7 @@ def branch_places(rows: Rows, block_tokens: int) -> list[BranchPlace]:
     if draw is None:
         return []
     found, taken = [], 0
-    for branch, places in zip(draw.branches, draw._places(block_tokens), strict=True):
+    for branch, places in zip(draw.branches, draw.places(block_tokens), strict=True):
         own = rows.scratch[taken : taken + len(places)]
         taken += len(places)
         start = draw.base_len + branch.num_accepted
@@ -142,8 +147,8 @@ def branch_places(rows: Rows, block_tokens: int) -> list[BranchPlace]:
 @dataclass(slots=True)
 class Drawn:
     """The tokens, and in `rejection` mode the distribution of each; or what each branch drew, its
-    own token first, which has no distribution. Of each token the alternatives, where they were
-    asked for, the best first."""
+    own token first, which has no distribution and no alternatives. Of each token drawn the
+    alternatives, where they were asked for, the best first."""
 
     token_ids: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution] = field(default_factory=list)

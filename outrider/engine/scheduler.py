@@ -49,6 +49,8 @@ class Work:
     """The shared prefixes have been searched for it."""
     scratch: list[int] = field(default_factory=list)
     """Blocks of the draw's branches, while the work runs."""
+    known: list[list[int]] = field(default_factory=list)
+    """As in `Rows`: nothing is left to compute before the branches."""
 
     @property
     def pending(self) -> int:
@@ -123,7 +125,7 @@ class Scheduler:
         for work in sorted(self.running, key=lambda work: work.pending):
             share = budget + owed if work is oldest else budget
             count = _fitting(work, share)
-            if count:
+            if count or work.known:
                 batch.append(Chunk(work, count))
             budget = share - count
         return batch
@@ -151,6 +153,7 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence's KV."""
+        self._drop_kept(sequence)
         sequence.cached.clear()
         sequence.offered = 0
         self.blocks.truncate(sequence.blocks, 0)
@@ -169,6 +172,7 @@ class Scheduler:
 
         Running work keeps its KV and comes to an end, so the first in the queue never starves.
         """
+        self._adopt_kept(work)
         self._adopt_prefix(work)
         if self._take_place(work):
             return True
@@ -179,12 +183,36 @@ class Scheduler:
                 return True
         return False
 
+    def _adopt_kept(self, work: Work) -> None:
+        """Make the branch that a work is about the sequence, and drop all others."""
+        sequence, draw = work.sequence, work.draw
+        if sequence.kept is None:
+            return
+        for branch in sequence.kept.branches if draw and draw.branches else ():
+            start = branch.start
+            known = branch.known_for(work.tokens, draw) if draw else None
+            if known is None or sequence.cached[:start] != work.tokens[:start]:
+                continue
+            work.known = known
+            size = self.blocks.block_tokens
+            self.blocks.truncate(sequence.blocks, start // size * size)
+            sequence.blocks += branch.blocks
+            sequence.cached[start:] = work.tokens[start:]
+            branch.blocks = []
+            break
+        self._drop_kept(sequence)
+
+    def _drop_kept(self, sequence: Sequence) -> None:
+        kept, sequence.kept = sequence.kept, None
+        for branch in kept.branches if kept else ():
+            self.blocks.truncate(branch.blocks, 0)
+
     def _adopt_prefix(self, work: Work) -> None:
         """Take over KV that others have computed for the same tokens, where it reaches further."""
         sequence, size = work.sequence, self.blocks.block_tokens
         own = sequence.usable_kv(work.tokens, work.num_logits)
         most = min(len(work.tokens) - work.num_logits, len(sequence.log)) // size
-        if most * size <= own or work.looked_up:
+        if most * size <= own or work.looked_up or work.known:
             return
         work.looked_up = True
         found = self.blocks.share(self.blocks.find(sequence.salt, sequence.log, most))
@@ -201,8 +229,12 @@ class Scheduler:
     def _take_place(self, work: Work) -> bool:
         """Reserve the blocks that the work writes; what KV is there decides where it starts."""
         sequence = work.sequence
-        usable = sequence.usable_kv(work.tokens, work.num_logits)
-        start = self.blocks.own(sequence.blocks, usable)
+        if work.known and sequence.usable_kv(work.tokens, 0) < len(work.tokens):
+            work.known = []  # Its KV went to others while it waited.
+        start: int | None = len(work.tokens)
+        if not work.known:
+            usable = sequence.usable_kv(work.tokens, work.num_logits)
+            start = self.blocks.own(sequence.blocks, usable)
         if start is None:
             return False
         work.computed = work.reused = start

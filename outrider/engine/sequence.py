@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from outrider.engine.kept import Kept
 from outrider.token_log import TokenLog
 from outrider.types import GenerationSpec
 
@@ -25,6 +26,8 @@ class Sequence:
     """Prefixes are shared among sequences of one salt only (the tenant)."""
     offered: int = 0
     """Blocks at the start that others may share."""
+    kept: Kept | None = None
+    """Branches of the last work, one of which the next may go on with."""
     last_used: float = field(default_factory=time.monotonic)
 
     def usable_kv(self, tokens: Tokens[int], num_logits: int) -> int:

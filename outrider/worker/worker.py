@@ -42,6 +42,8 @@ ReplySink = Callable[[worker_pb2.Reply], None]
 _SILENT = ("cancel", "tune")
 """What has no reply of its own."""
 _IDLE_CHECK_S = 1.0
+_LET_GO_S = 0.0002
+"""Before it works ahead, the worker lets go of the interpreter, for the replies to get out."""
 _MAX_TIMEOUT_MS = 86_400_000
 
 
@@ -214,8 +216,10 @@ class Worker:
     def run(self) -> None:
         """Work until `stop`; the calling thread is the worker's thread."""
         next_sweep = time.monotonic() + _IDLE_CHECK_S
-        while self._read_inbox(0.0 if self._engine.scheduler.works else _IDLE_CHECK_S):
-            if self._engine.scheduler.works:
+        while self._read_inbox(self._patience_s()):
+            if not self._engine.scheduler.works:
+                self._engine.prepare()
+            else:
                 if not self._gather():
                     return
                 self._drop_expired()
@@ -224,6 +228,12 @@ class Worker:
                 self._drop_expired()
                 self._close_idle()
                 next_sweep = time.monotonic() + _IDLE_CHECK_S
+
+    def _patience_s(self) -> float:
+        """How long to wait for entries."""
+        if self._engine.scheduler.works:
+            return 0.0
+        return _LET_GO_S if self._engine.can_prepare else _IDLE_CHECK_S
 
     def _gather(self) -> bool:
         """Let those come back who are about to; False when the worker is to stop."""

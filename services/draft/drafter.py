@@ -27,6 +27,8 @@ from outrider.worker.sessions import Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
 
 PROPOSER_NAME = "draft"
+_KEPT_RANKS = 7
+"""Tokens that may follow each guess of a branch that is kept, beside the one that was drawn."""
 
 
 class Drafter:
@@ -42,9 +44,10 @@ class Drafter:
     def __init__(self, *, vocab_size: int, context_length: int) -> None:
         self._vocab_size = vocab_size
         self._context_length = context_length
+        self._host: Host | None = None
 
     def attach(self, host: Host) -> None:
-        pass
+        self._host = host
 
     def begin(self, entry: worker_pb2.Entry, sequence: Sequence, spec: GenerationSpec) -> Work:
         if not entry.HasField("propose"):
@@ -70,7 +73,9 @@ class Drafter:
                     f"{self._context_length}",
                     field="ahead.pending",
                 )
-            draw = Draw(spec, base_len, min(wanted, room), branches)
+            steps = min(wanted, room)
+            ranks = self._kept_ranks(spec, base_len + len(pending) + steps)
+            draw = Draw(spec, base_len, steps, branches, ranks)
             return _work(entry, sequence, pending, draw, reserve=base_len + len(pending))
         wanted = min(wanted, self._room(base_len))
         draw = Draw(spec, base_len, steps=wanted, alternatives=alternatives)
@@ -92,6 +97,13 @@ class Drafter:
         """Guesses after a base: guess i is drawn from the row at base_len - 1 + i, which must be
         in the context."""
         return self._context_length - base_len + 1
+
+    def _kept_ranks(self, spec: GenerationSpec, last: int) -> int:
+        """Alternatives of each guess of a branch, by which it can be kept, up to place `last`: for
+        a session that has the draft to itself. With others there is no time to prepare in."""
+        alone = self._host is not None and self._host.under_way == 0
+        fits = alone and last < self._context_length and not spec.uses_distributions
+        return min(_KEPT_RANKS, self._vocab_size - 1) if fits else 0
 
     def _ahead(self, ahead: worker_pb2.AheadOptions) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
         pending = proposal_from_proto(ahead.pending, vocab_size=self._vocab_size)

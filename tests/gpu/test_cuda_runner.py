@@ -391,3 +391,38 @@ def test_a_stream_draws_what_passes_one_by_one_draw(runner, size):
     stopped = iter([False, False, True])
     batch = [rows(i, text, 0, steps) for i, text in enumerate(texts)]
     assert list(runner.stream(batch, lambda: next(stopped))) == expected[:3]
+
+
+def kept(chooser: Chooser, rows: Rows, first: int) -> Rows:
+    """The same draw, with alternatives for its branches, which begin in blocks from `first` on with
+    tokens that are known: there is no row to compute, or, for some, all of them are."""
+    if not (rows.draw and rows.draw.branches):
+        return rows
+    draw = replace(rows.draw, alternatives=7)
+    scratch = range(first, first + draw.scratch_blocks(CudaRunner.block_tokens))
+    if chooser.random.random() < 0.3:
+        return replace(rows, draw=draw, scratch=scratch)
+    known = [[chooser.random.randrange(VOCABULARY) for _ in range(8)]] * rows.num_logits
+    return Rows([], rows.stop, rows.blocks, 0, draw, scratch, known=known)
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_branches_that_begin_with_known_tokens_equal_those_of_passes_one_by_one(
+    runner, size, lowest_first, monkeypatch
+):
+    chooser = Chooser(seed=5000 + size)
+    others = without_rows = 0
+    for _ in range(20):
+        batch = branching(chooser, runner, size)
+        runner.run(batch)
+        free = BLOCKS_EACH * SEQUENCES
+        for index, rows in enumerate(batch):
+            batch[index] = kept(chooser, rows, free)
+            free += len(batch[index].scratch)
+        fast = drawn_by_kernels(runner, batch, monkeypatch)
+        assert fast == drawing.run(batch, runner).drawn
+        without_rows += sum(bool(rows.known) for rows in batch)
+        for drawn in filter(None, fast):
+            others += sum(len(branch.alternatives) for branch in drawn.branches)
+    assert others > 20
+    assert without_rows > 5

@@ -4,9 +4,13 @@ import pytest
 import torch
 from worker_harness import load, make_runner, plain_logits, random_tokens
 
+from outrider.engine.engine import Engine
 from outrider.engine.rows import Branch, Draw, Rows, branch_places
+from outrider.engine.scheduler import Work
+from outrider.engine.sequence import Sequence
 from outrider.sampling import coupled_scores, processed_log_probs
 from outrider.sampling.logits import RowParams
+from outrider.token_log import TokenLog
 from outrider.types import GenerationSpec, SamplingParams, VerificationMode
 
 torch.set_num_threads(1)
@@ -66,13 +70,13 @@ def test_each_branch_goes_on_as_if_alone(tiny_models, spec, length):
         assert [d.ids for d in result.distributions] == [d.ids for d in expected.distributions]
 
 
-def test_a_branch_starts_with_the_kv_of_what_it_stands_on(tiny_models):
+def test_a_branch_starts_with_the_kv_of_what_it_stands_on(tiny_models, monkeypatch):
     """Without the copy of the block that a branch begins in, its guesses are others."""
     runner = make_runner(load(tiny_models["target"]), 64)
     rows = rows_with_branches(SPECS["greedy"], random_tokens(13), random_tokens(3, seed=5))
     (right,) = runner.run([rows]).drawn
     runner = make_runner(load(tiny_models["target"]), 64)
-    runner.copy_blocks = lambda pairs: None
+    monkeypatch.setattr(runner, "copy_blocks", lambda pairs: None)  # Others will use it again.
     (wrong,) = runner.run([rows]).drawn
     assert [b.token_ids for b in right.branches] != [b.token_ids for b in wrong.branches]
 
@@ -97,3 +101,90 @@ def test_places_of_branches():
     inside, at_border = branch_places(rows, 8)
     assert (inside.start, inside.blocks, inside.copied) == (7, [50, 51, 52], (40, 50))
     assert (at_border.start, at_border.blocks, at_border.copied) == (8, [40, 53, 54], None)
+
+
+def ahead(sequence, pending, branches, *, spec=SPECS["greedy"]):
+    draw = Draw(spec, len(sequence.log), 3, branches, alternatives=7)
+    tokens = [*sequence.log.tokens, *pending]
+    return Work(sequence, tokens, len(pending) + 1, len(tokens), deadline=1e9, draw=draw)
+
+
+def carry_out(engine, work):
+    """The branches that a work draws, and how many rows were computed before them."""
+    passes = []
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: passes.append(batch) or forward(batch)
+    engine.scheduler.submit(work)
+    (result,) = engine.steps(stop=lambda: False)
+    engine.scheduler.finish(work)
+    del engine.runner.forward
+    assert not result.failed
+    return [branch.token_ids for branch in work.drawn.branches], len(passes)
+
+
+@pytest.fixture
+def engine(tiny_models):
+    return Engine(
+        make_runner(load(tiny_models["target"]), 64), num_blocks=64, max_rows=64, find_idle=list
+    )
+
+
+UNCUT = GenerationSpec(SamplingParams(temperature=1.0, seed=7))
+"""Every token has a chance, so every rank is somebody's."""
+
+
+@pytest.mark.parametrize("spec", [SPECS["greedy"], UNCUT], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("chosen", range(len(BRANCHES)))
+@pytest.mark.parametrize("length", [5, 7, 8, 12])
+def test_a_question_about_a_kept_branch_needs_no_pass_to_begin_with(
+    engine, tiny_models, spec, chosen, length
+):
+    sequence = Sequence(log=TokenLog(random_tokens(length)))
+    pending = random_tokens(3, seed=5)
+    branches, passes = carry_out(engine, ahead(sequence, pending, BRANCHES, spec=spec))
+    assert passes == 4
+    assert engine.can_prepare
+    engine.prepare()
+    sequence.log.append([*pending[: BRANCHES[chosen].num_accepted], branches[chosen][0]])
+    guesses = branches[chosen][1:]
+    found, passes = carry_out(engine, ahead(sequence, guesses, BRANCHES, spec=spec))
+    assert passes == 3
+    fresh = Engine(
+        make_runner(load(tiny_models["target"]), 64), num_blocks=64, max_rows=64, find_idle=list
+    )
+    alone = Sequence(log=TokenLog(sequence.log.tokens))
+    expected, passes = carry_out(fresh, ahead(alone, guesses, BRANCHES, spec=spec))
+    assert passes == 4
+    assert found == expected
+    assert sequence.cached == [*sequence.log.tokens, *guesses]
+    # And on from the branches of a kept branch.
+    engine.prepare()
+    sequence.log.append([*guesses, found[3][0]])
+    _, passes = carry_out(engine, ahead(sequence, found[3][1:], BRANCHES, spec=spec))
+    assert passes == 3
+    engine.scheduler.release(sequence)
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+@pytest.mark.parametrize("change", ["token", "guess", "never prepared", "released", "rank"])
+def test_another_question_is_worked_out_from_the_start(engine, tiny_models, change):
+    sequence = Sequence(log=TokenLog(random_tokens(9)))
+    pending = random_tokens(3, seed=5)
+    branches, _ = carry_out(engine, ahead(sequence, pending, BRANCHES))
+    if change != "never prepared":
+        engine.prepare()
+    if change == "released":
+        engine.scheduler.release(sequence)
+    first, *guesses = branches[0]
+    sequence.log.append([first ^ (change == "token")])
+    guesses[1] ^= change == "guess"
+    asked = (*BRANCHES, Branch(1, 7)) if change == "rank" else BRANCHES
+    found, passes = carry_out(engine, ahead(sequence, guesses, asked))
+    assert passes == 4
+    fresh = Engine(
+        make_runner(load(tiny_models["target"]), 64), num_blocks=64, max_rows=64, find_idle=list
+    )
+    alone = Sequence(log=TokenLog(sequence.log.tokens))
+    assert found == carry_out(fresh, ahead(alone, guesses, asked))[0]
+    engine.scheduler.release(sequence)
+    assert engine.blocks.num_free == engine.blocks.num_blocks

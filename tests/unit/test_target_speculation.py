@@ -541,7 +541,7 @@ def test_what_is_asked_ahead_is_checked(tiny_models, pending, fan_out, field):
         assert refusal(bench.ask(entry)) == ("invalid_argument", field)
 
 
-def test_branches_free_their_blocks(tiny_models):
+def test_branches_free_their_blocks_with_the_next_question(tiny_models):
     with serving(tiny_models["draft"], "draft") as bench:
         owner = Owner(bench, list(PROMPT)).opened()
         entry = owner.propose_entry(4)
@@ -549,8 +549,10 @@ def test_branches_free_their_blocks(tiny_models):
         entry.propose.ahead.fan_out.extend([3, 2, 1, 2])
         reply = bench.ask(entry)
         assert len(reply.proposed.outcomes) == 8
-        assert bench.blocks_used == -(-(len(PROMPT) + 3) // 8)
         assert {len(o.proposal.token_ids) for o in reply.proposed.outcomes} == {4}
+        assert bench.blocks_used > -(-(len(PROMPT) + 3) // 8)
+        assert bench.ask(owner.propose_entry(1)).HasField("proposed")
+        assert bench.blocks_used == -(-len(PROMPT) // 8)
 
 
 def test_a_context_that_is_full_is_not_prepared_for(tiny_models):
