@@ -120,22 +120,27 @@ class DrawBuffers:
         rows: list[list[int]] = self._numbers.reshape(-1)[:total].reshape(count, -1).tolist()
         return rows
 
-    def read_history(self, steps: int, count: int) -> list[list[int]]:
-        """What each of `count` rows drew in `steps` steps; waits for the device."""
-        self._on_host[:steps].copy_(self.history[:steps], non_blocking=True)
-        self._arrived[0].record()
-        self._arrived[0].synchronize()
-        rows: list[list[int]] = self._numbers[:steps, :count].T.tolist()
-        return rows
+    def send_history(self, steps: range, *, others: bool) -> None:
+        """Bring what was drawn in these steps to the host, in the order of the stream; with the
+        candidates that came next, if there are."""
+        part = slice(steps.start, steps.stop)
+        self._on_host[part].copy_(self.history[part], non_blocking=True)
+        if others:
+            self._others_on_host[part].copy_(self.others[part], non_blocking=True)
+        self._arrived[steps.start].record()
 
-    def read_others(self, steps: int, count: int, ranks: int) -> list[list[list[int]]]:
-        """After each pick of `read_history` so many of the candidates that came next."""
-        self._others_on_host[:steps].copy_(self.others[:steps], non_blocking=True)
-        self._arrived[0].record()
-        self._arrived[0].synchronize()
-        rows: list[list[list[int]]]
-        rows = self._others_on_host[:steps, :count, :ranks].transpose(0, 1).tolist()
-        return rows
+    def read_history(
+        self, steps: range, count: int, ranks: int
+    ) -> list[tuple[list[int], list[list[int]]]]:
+        """What each of `count` rows drew in steps that were sent, and after each pick so many of
+        the candidates that came next; waits for the device."""
+        self._arrived[steps.start].synchronize()
+        part = slice(steps.start, steps.stop)
+        picks: list[list[int]] = self._numbers[part, :count].T.tolist()
+        others: list[list[list[int]]] = [[]] * count
+        if ranks:
+            others = self._others_on_host[part, :count, :ranks].transpose(0, 1).tolist()
+        return list(zip(picks, others, strict=True))
 
     def send(self, step: int) -> None:
         """Bring what a step drew to the host, in the order of the stream."""

@@ -248,7 +248,7 @@ class CudaRunner:
             count = sum(len(rows.token_ids) for rows in computed)
             self._draw(self.bucket_for(count), cuts, candidates)
         if any(map(loops, draws)):
-            return Output(logits, self._loop(batch, cuts, candidates))
+            return self._loop(batch, logits, cuts, candidates)
         picks = iter(self._buffers.read_picks(len(logits), candidates))
         drawn: list[Drawn | None] = []
         for rows in batch:
@@ -299,27 +299,43 @@ class CudaRunner:
             if sent == step + 1:
                 return
 
-    def _loop(self, batch: Tokens[Rows], cuts: bool, candidates: int) -> list[Drawn | None]:
+    def _loop(self, batch: Tokens[Rows], logits: Tensor, cuts: bool, candidates: int) -> Output:
         """Feed each pick to a pass of its own until every draw has its steps."""
         rows_of = loop_rows(batch, candidates)
         going = [row for own in rows_of for row in own]
         steps = max(row.tokens for row in going)
         bucket = self.bucket_for(len(going))
-        loop = self._loops[bucket.rows]
+        loop, buffers = self._loops[bucket.rows], self._buffers
         ranks = max(rows.draw.alternatives if rows.draw else 0 for rows in batch)
         further = CANDIDATES if ranks else 1
-        loop.start(going, further)
-        for _ in range(steps - 1):
+        works_on = ranks > 0 and _only_branches(batch) and steps < MAX_STEPS
+        if works_on:  # By one step, while the host has its work with the others.
+            going = [row._replace(tokens=row.tokens + 1) for row in going]
+
+        def step() -> None:
             self._replay(bucket)
             self._draw(bucket, cuts, further)
             loop.feed(further)
-        chains = self._buffers.read_history(steps, len(going))
-        others = self._buffers.read_others(steps, len(going), ranks) if ranks else [[]] * len(going)
-        found = zip(going, chains, others, strict=True)
-        return [
-            _drawn(rows.draw, list(itertools.islice(found, len(own))))
+
+        loop.start(going, further)
+        for _ in range(steps - 1):
+            step()
+        asked, last = range(steps), range(steps, steps + 1)
+        buffers.send_history(asked, others=ranks > 0)
+        if works_on:
+            step()
+            buffers.send_history(last, others=True)
+
+        def after_branches() -> list[Drawn]:
+            rows = buffers.read_history(last, len(going), ranks)
+            return [Drawn(picks, alternatives=others) for picks, others in rows]
+
+        found = iter(buffers.read_history(asked, len(going), ranks))
+        drawn = [
+            _drawn(rows.draw, own, list(itertools.islice(found, len(own))))
             for rows, own in zip(batch, rows_of, strict=True)
         ]
+        return Output(logits, drawn, after_branches if works_on else None)
 
     def _draw(self, bucket: _Bucket, cuts: bool, candidates: int = 1) -> None:
         """Pick at every row of logits of the pass that has just run: a token, or CANDIDATES."""
@@ -428,12 +444,18 @@ def _chain(draw: Draw | None, picks: list[int], others: list[list[int]]) -> Draw
     return Drawn(picks, alternatives=asked)
 
 
+def _only_branches(batch: Tokens[Rows]) -> bool:
+    """Whether these are the branches of one entry."""
+    return len(batch) == 1 and batch[0].draw is not None and bool(batch[0].draw.branches)
+
+
 def _drawn(
-    draw: Draw | None, chains: list[tuple[LoopRow, list[int], list[list[int]]]]
+    draw: Draw | None, rows: list[LoopRow], chains: list[tuple[list[int], list[list[int]]]]
 ) -> Drawn | None:
     """What an entry drew: the tokens of its branches, or of its only chain."""
     made = [
-        _chain(draw, picks[: row.tokens], others[: row.tokens]) for row, picks, others in chains
+        _chain(draw, picks[: row.tokens], others[: row.tokens])
+        for row, (picks, others) in zip(rows, chains, strict=True)
     ]
     if draw and draw.branches:
         for branch in made:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,6 +54,14 @@ class StepResult:
     failed: tuple[tuple[Work, Exception], ...] = ()
 
 
+class _Incomplete(NamedTuple):
+    """Kept branches that lack what may follow their last tokens, which may be under way."""
+
+    sequence: Sequence
+    kept: Kept
+    under_way: Callable[[], list[Drawn]] | None
+
+
 class Engine:
     """Runs work to its logits and draws. Whoever called `submit` then calls `finish`."""
 
@@ -68,7 +76,7 @@ class Engine:
         self.runner = runner
         self.blocks = BlockManager(num_blocks, runner.block_tokens)
         self.scheduler = Scheduler(self.blocks, max_rows=max_rows, find_idle=find_idle)
-        self._to_complete: list[tuple[Sequence, Kept]] = []
+        self._incomplete: list[_Incomplete] = []
 
     @property
     def capacity_tokens(self) -> int:
@@ -81,6 +89,7 @@ class Engine:
         Work that is ready stays in the scheduler until the caller finishes it, or makes it the
         next round of one row, before it asks for the next result.
         """
+        self._complete([item for item in self._incomplete if item.under_way])
         batch = self.scheduler.next_batch()
         count = self._rounds_ahead(batch)
         if count > 1:
@@ -91,18 +100,21 @@ class Engine:
     @property
     def can_prepare(self) -> bool:
         """Whether `prepare` has something to do."""
-        return bool(self._to_complete)
+        return bool(self._incomplete)
 
     def prepare(self) -> None:
         """While nothing else is to be done: complete the branches that the last work has left, so
         that the next one about one of them need not begin with a pass."""
-        pending, self._to_complete = self._to_complete, []
-        for sequence, kept in pending:
+        self._complete(self._incomplete)
+
+    def _complete(self, items: list["_Incomplete"]) -> None:
+        self._incomplete = [item for item in self._incomplete if item not in items]
+        for sequence, kept, under_way in items:
             if sequence.kept is not kept:
                 continue  # Dropped meanwhile.
             rows = list(kept.last_rows(sequence.blocks, self.blocks.block_tokens))
             try:
-                kept.complete(self.runner.run(rows).drawn)
+                kept.complete(under_way() if under_way else self.runner.run(rows).drawn)
             except Exception:
                 logger.exception("branches could not be completed")
 
@@ -204,21 +216,21 @@ class Engine:
                 ready.append((work, output.logits[row : row + num_logits]))
                 row += num_logits
                 work.drawn = drawn
-                self._keep(work)
+                self._keep(work, output)
                 if work.draw and drawn and work.draw.steps > 1 and not work.draw.branches:
                     # Every guess but the last was fed to a pass.
                     work.sequence.cached.extend(drawn.token_ids[:-1])
         return ready
 
-    def _keep(self, work: Work) -> None:
+    def _keep(self, work: Work, output: Output) -> None:
         """Let the sequence keep its branches where they were drawn for that."""
         if not (work.draw and work.drawn and work.draw.branches and work.draw.alternatives):
             return
         size, sequence = self.blocks.block_tokens, work.sequence
         kept = sequence.kept = Kept.of(work.draw, work.drawn, work.scratch, size)
         work.scratch = []
-        self._to_complete = [(s, k) for s, k in self._to_complete if s.kept is k]
-        self._to_complete.append((sequence, kept))
+        still = [item for item in self._incomplete if item.sequence.kept is item.kept]
+        self._incomplete = [*still, _Incomplete(sequence, kept, output.after_branches)]
 
     def _run_one_by_one(self, batch: list[Chunk]) -> StepResult:
         ready: list[tuple[Work, Tensor]] = []

@@ -1,6 +1,6 @@
 """What goes into a pass and what comes out of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -163,3 +163,6 @@ class Output:
 
     logits: Tensor  # [logits rows of all, vocab] float32
     drawn: list[Drawn | None]
+    after_branches: Callable[[], list[Drawn]] | None = None
+    """Where the device works on with the branches of an only entry: waits for what may follow the
+    last token of each (one pick, and the alternatives). Must be called before the next pass."""

@@ -14,6 +14,7 @@ import triton
 from outrider.engine import cuda_runner, drawing
 from outrider.engine.cuda_drawing import can_draw
 from outrider.engine.cuda_runner import CudaRunner
+from outrider.engine.kept import Kept
 from outrider.engine.loading import load_model
 from outrider.engine.rows import Branch, Draw, Rows
 from outrider.engine.surgery import optimise
@@ -426,3 +427,22 @@ def test_branches_that_begin_with_known_tokens_equal_those_of_passes_one_by_one(
             others += sum(len(branch.alternatives) for branch in drawn.branches)
     assert others > 20
     assert without_rows > 5
+
+
+def test_what_follows_branches_is_what_a_pass_over_their_last_tokens_gives(runner, monkeypatch):
+    """Their KV too: all that is drawn after them depends on it."""
+    chooser = Chooser(seed=6000)
+    for _ in range(20):
+        rows = branching(chooser, runner, 1)[0]
+        if not rows.draw.branches:
+            continue
+        draw = replace(rows.draw, alternatives=7)
+        count = draw.scratch_blocks(runner.block_tokens)
+        free = BLOCKS_EACH * SEQUENCES
+        rows = replace(rows, draw=draw, scratch=range(free, free + count))
+        output = runner.run([rows])
+        kept = Kept.of(draw, output.drawn[0], rows.scratch, runner.block_tokens)
+        last = list(kept.last_rows(rows.blocks, runner.block_tokens))
+        found = output.after_branches()
+        assert found == runner.run(last).drawn
+        assert [len(drawn.alternatives[0]) for drawn in found] == [7] * len(draw.branches)
