@@ -54,6 +54,7 @@ async def main() -> None:
         draft=f"synthetic:{args.draft}",
         dtype="auto",
         start_timeout_s=400,
+        num_orchestrators=args.orchestrators,
         env={
             "OUTRIDER_TARGET_DEVICE": target_device,
             "OUTRIDER_DRAFT_DEVICE": draft_device,
@@ -75,14 +76,14 @@ async def main() -> None:
         config, on_event=lambda event: print(event.step.value, event.name)
     ) as stack:
         print(f"start-up {time.monotonic() - started:.1f} s", flush=True)
-        client = await OutriderClient.connect(address=stack.address)
+        clients = [await OutriderClient.connect(address=address) for address in stack.addresses]
         for temperature in args.temperatures:
             for batch in args.batches:
-                await compare(client, stack, batch, temperature, args)
+                await compare(clients, stack, batch, temperature, args)
 
 
 async def compare(
-    client: OutriderClient,
+    clients: list[OutriderClient],
     stack: LocalStack,
     batch: int,
     temperature: float,
@@ -99,7 +100,7 @@ async def compare(
             started = time.perf_counter()
             last[variant] = await asyncio.gather(
                 *(
-                    caller(client, 1000 * repeat + i, variant, temperature, args)
+                    caller(clients[i % len(clients)], 1000 * repeat + i, variant, temperature, args)
                     for i in range(batch)
                 )
             )
@@ -211,6 +212,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperatures", type=numbers, default=[0, 1])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--orchestrators", type=int, default=1, help="processes; callers take turns"
+    )
     parser.add_argument("--waves", type=int, default=1, help="requests of each caller in a row")
     parser.add_argument("--kv-memory", default="8GiB")
     parser.add_argument(

@@ -39,6 +39,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=count, default=0, metavar="N", help="CPU threads a worker")
     group.add_argument("--drafts", type=count, default=1, metavar="N", help="draft workers")
     group.add_argument("--targets", type=positive, default=1, metavar="N", help="target workers")
+    group.add_argument(
+        "--orchestrators", type=positive, default=1, metavar="N", help="processes that callers meet"
+    )
     group.add_argument("--store-url", default="", metavar="URL", help="a Redis instead of our own")
     group.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the logs of the processes")
 
@@ -49,6 +52,7 @@ def stack_config(args: argparse.Namespace) -> StackConfig:
         draft=args.draft,
         num_targets=args.targets,
         num_drafts=args.drafts,
+        num_orchestrators=args.orchestrators,
         dtype=args.dtype,
         threads=args.threads,
         store_url=args.store_url,

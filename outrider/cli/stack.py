@@ -36,12 +36,14 @@ PROGRAMS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackConfig:
-    """What to run. `port` 0 picks a free one; `threads` 0 and None leave it to the service."""
+    """What to run. `port` 0 picks a free one; `threads` 0 and None leave it to the service. Of
+    several orchestrators the first has the port, the others free ones."""
 
     target: str = "demo"
     draft: str = "demo"
     num_targets: int = 1
     num_drafts: int = 1
+    num_orchestrators: int = 1
     dtype: str = "auto"
     threads: int = 0
     port: int = 0
@@ -107,7 +109,7 @@ class LocalStack:
         programs: Mapping[str, Sequence[str]] = PROGRAMS,
     ) -> None:
         self.config = config
-        self.address = ""
+        self.addresses: tuple[str, ...] = ()
         self.store_url = config.store_url
         self.services: tuple[Service, ...] = ()
         self._on_event = on_event
@@ -116,6 +118,11 @@ class LocalStack:
         self._children: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[StackError]
+
+    @property
+    def address(self) -> str:
+        """The first orchestrator's; "" before it serves."""
+        return self.addresses[0] if self.addresses else ""
 
     @property
     def log_dir(self) -> Path:
@@ -162,9 +169,11 @@ class LocalStack:
         if not config.store_url:
             starts.append(self._start_store())
         await _all(starts)
-        await self._start_orchestrator()
+        numbers = range(config.num_orchestrators)
+        await _all([self._start_orchestrator(number) for number in numbers])
         order = {"store": 0, "target": 1, "draft": 2, "orchestrator": 3}
         self.services = tuple(sorted(self.services, key=lambda s: (order[s.role], s.name)))
+        self.addresses = tuple(s.address for s in self.services if s.role == "orchestrator")
         self._watchers = [asyncio.create_task(self._watch(child)) for child in self._children]
 
     async def _start_worker(self, role: str, index: int, model: str) -> None:
@@ -177,7 +186,7 @@ class LocalStack:
         listen = ("--socket", socket) if len(socket) < _MAX_SOCKET_PATH else _listen_on(0)
         await self._start_service(role, name, listen, flags)
 
-    async def _start_orchestrator(self) -> None:
+    async def _start_orchestrator(self, number: int) -> None:
         config = self.config
         flags = ["--store-url", self.store_url]
         for service in self.services:
@@ -187,10 +196,10 @@ class LocalStack:
             flags += ["--num-speculative-tokens", str(config.num_speculative_tokens)]
         if config.proposer:
             flags += ["--proposer", config.proposer]
-        service = await self._start_service(
-            "orchestrator", "orchestrator", _listen_on(config.port), flags
+        name = "orchestrator" if config.num_orchestrators == 1 else f"orchestrator-{number}"
+        await self._start_service(
+            "orchestrator", name, _listen_on(0 if number else config.port), flags
         )
-        self.address = service.address
 
     async def _start_service(
         self, role: str, name: str, listen: Sequence[str], flags: Sequence[str]

@@ -45,7 +45,9 @@ async def run(args: argparse.Namespace) -> int:
         if args.json:
             write_atomically(args.json, json.dumps(describe(stack), indent=2) + "\n")
         out.print(services_table(stack.services))
-        out.print(f"\nserving at {stack.address} · logs in {stack.log_dir}", soft_wrap=True)
+        out.print(
+            f"\nserving at {', '.join(stack.addresses)} · logs in {stack.log_dir}", soft_wrap=True
+        )
         out.print(f'outrider generate --address {stack.address} "Hello"', soft_wrap=True)
         raise await stack.failed()
     except (asyncio.CancelledError, StackError):
@@ -60,6 +62,7 @@ def describe(stack: LocalStack) -> dict[str, Any]:
     """What runs where, as data."""
     return {
         "address": stack.address,
+        "addresses": list(stack.addresses),
         "pid": os.getpid(),
         "store_url": stack.store_url,
         "log_dir": str(stack.log_dir),

@@ -117,6 +117,20 @@ async def test_all_serve_and_stop_orchestrator_first(programs, tmp_path, monkeyp
     assert target[-6:] == ["--model", "demo", "--dtype", "auto", "--threads", "1"]
 
 
+async def test_several_orchestrators_share_workers_and_store(programs, tmp_path):
+    chosen = config(num_orchestrators=2, port=7)
+    async with LocalStack(chosen, programs=programs) as stack:
+        names = [service.name for service in stack.services]
+        assert names == ["target-0", "draft-0", "orchestrator-0", "orchestrator-1"]
+        assert stack.addresses == tuple(service.address for service in stack.services[2:])
+        assert stack.address == stack.addresses[0]
+    started = [row["argv"] for row in written(tmp_path) if row["role"] == "orchestrator"]
+    ports = {argv[argv.index("--port") + 1] for argv in started}
+    assert ports == {"7", "0"}
+    shared = [argv[argv.index("--store-url") :] for argv in started if "--store-url" in argv]
+    assert shared[0] == shared[-1]
+
+
 async def test_no_drafts(programs):
     async with LocalStack(config(num_drafts=0), programs=programs) as stack:
         assert [service.role for service in stack.services] == ["target", "orchestrator"]
