@@ -43,6 +43,7 @@ from outrider.client_wire import (
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.status import error_from_rpc
+from outrider.telemetry.calls import GenerateCall
 from outrider.v1 import generation_pb2
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -121,19 +122,23 @@ class OutriderClient:
         started = time.perf_counter()
         deadline = started + (self._timeout_s if timeout_s is None else timeout_s)
         delays = _backoff()
-        while True:
-            emitted = False
-            call = self._stub.Generate(request, timeout=_time_left(deadline))
-            try:
-                async for response in call:
-                    emitted = True
-                    yield chunk_from(response, time.perf_counter() - started)
-                return
-            except grpc.aio.AioRpcError as error:
-                delay = _retry_delay(error, delays, deadline, emitted=emitted)
-            finally:
-                call.cancel()
-            await asyncio.sleep(delay)
+        with GenerateCall(request) as told:
+            while True:
+                emitted = False
+                call = self._stub.Generate(
+                    request, timeout=_time_left(deadline), metadata=told.metadata
+                )
+                try:
+                    async for response in call:
+                        emitted = True
+                        told.responded(response)
+                        yield chunk_from(response, time.perf_counter() - started)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    delay = _retry_delay(error, delays, deadline, emitted=emitted)
+                finally:
+                    call.cancel()
+                await asyncio.sleep(delay)
 
     async def complete(
         self,

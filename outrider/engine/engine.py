@@ -77,6 +77,8 @@ class Engine:
         self.blocks = BlockManager(num_blocks, runner.block_tokens)
         self.scheduler = Scheduler(self.blocks, max_rows=max_rows, find_idle=find_idle)
         self._incomplete: list[_Incomplete] = []
+        self.batch_rows = 0
+        """Rows of the last pass."""
 
     @property
     def capacity_tokens(self) -> int:
@@ -179,7 +181,7 @@ class Engine:
         return self.runner.run(self._rows(batch))
 
     def _rows(self, batch: list[Chunk]) -> list[Rows]:
-        total = sum(chunk.count for chunk in batch)
+        total = self.batch_rows = sum(chunk.count for chunk in batch)
         rows = []
         for chunk in batch:
             work = chunk.work

@@ -165,6 +165,11 @@ class WorkerLink:
     def up(self) -> bool:
         return self.info is not None
 
+    @property
+    def num_awaited(self) -> int:
+        """Entries that somebody awaits replies to."""
+        return len(self._waiting)
+
     def start(self) -> None:
         """Connect, and reconnect for ever; `wait_up` tells when."""
         self._task = asyncio.create_task(self._maintain(), name=f"link-{self.address}")
@@ -285,7 +290,8 @@ class WorkerLink:
         self.counters.replies += 1
         replies = self._waiting.get(key_of(reply.header))
         if replies is None:
-            self.counters.late_replies += 1
+            # Nobody waits until a session is closed.
+            self.counters.late_replies += not reply.HasField("closed")
         else:
             replies.deliver(reply)
 

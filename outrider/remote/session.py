@@ -46,6 +46,8 @@ class Routing:
     model: str
     adapter: str = ""
     traceparent: str = ""
+    trace_every: int = 0
+    """Of a traced request: which rounds are traced, as in worker.proto."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class RemoteSession:
             tenant=routing.tenant,
             model=routing.model,
             adapter=routing.adapter,
+            trace_every=routing.trace_every,
         )
         """What the headers of all entries have in common."""
         self._spec = spec

@@ -22,6 +22,7 @@ from outrider.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.rpc.auth import Authenticator, AuthInterceptor
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.telemetry.logs import configure_logging
+from outrider.telemetry.service import PROTOCOLS, TelemetrySettings
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,24 @@ class ServerConfig:
     drain_s: float = setting(30.0, help="seconds that running calls get after SIGTERM")
     log_level: str = setting("info", help="least severe level to log", choices=LOG_LEVELS)
     log_json: bool = setting(True, help="log JSON objects rather than text")
+    metrics_address: str = setting(
+        "", help="host:port to serve metrics to Prometheus on, for example 0.0.0.0:9464"
+    )
+    otlp_endpoint: str = setting(
+        "",
+        help="URL of a collector that gets traces and metrics by OTLP, for example "
+        "http://collector:4317; default: OTEL_EXPORTER_OTLP_ENDPOINT. Other OTEL_* variables of "
+        "OpenTelemetry's SDK hold too",
+    )
+    otlp_protocol: str = setting(
+        "auto",
+        help="grpc or http; auto is as OTEL_EXPORTER_OTLP_PROTOCOL says, else grpc",
+        choices=PROTOCOLS,
+    )
+
+    @property
+    def telemetry(self) -> TelemetrySettings:
+        return TelemetrySettings(self.metrics_address, self.otlp_endpoint, self.otlp_protocol)
 
 
 C = TypeVar("C", bound=ServerConfig)

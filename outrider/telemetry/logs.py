@@ -6,11 +6,14 @@ import sys
 import time
 from typing import Any
 
+from outrider.telemetry.context import current_trace
+
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger, message, and whatever came with `extra=`."""
+    """time, level, logger, message, trace_id and span_id of what it was logged for, if that is
+    known, and whatever came with `extra=`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -20,6 +23,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if trace := current_trace():
+            entry |= {"trace_id": f"{trace.trace_id:032x}", "span_id": f"{trace.span_id:016x}"}
         entry |= {k: v for k, v in record.__dict__.items() if k not in _STANDARD}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)

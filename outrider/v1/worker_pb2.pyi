@@ -38,7 +38,7 @@ REFUSAL_REASON_UNSUPPORTED: RefusalReason
 REFUSAL_REASON_STALE_NUMBER: RefusalReason
 
 class EntryHeader(_message.Message):
-    __slots__ = ("session_id", "completion", "epoch", "owner_nonce", "number", "base_len", "base_hash", "timeout_ms", "traceparent", "request_id", "tenant", "model", "adapter")
+    __slots__ = ("session_id", "completion", "epoch", "owner_nonce", "number", "base_len", "base_hash", "timeout_ms", "traceparent", "request_id", "tenant", "model", "adapter", "trace_every")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class EntryHeader(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TRACE_EVERY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     completion: int
     epoch: int
@@ -65,7 +66,8 @@ class EntryHeader(_message.Message):
     tenant: str
     model: str
     adapter: str
-    def __init__(self, session_id: _Optional[str] = ..., completion: _Optional[int] = ..., epoch: _Optional[int] = ..., owner_nonce: _Optional[int] = ..., number: _Optional[int] = ..., base_len: _Optional[int] = ..., base_hash: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    trace_every: int
+    def __init__(self, session_id: _Optional[str] = ..., completion: _Optional[int] = ..., epoch: _Optional[int] = ..., owner_nonce: _Optional[int] = ..., number: _Optional[int] = ..., base_len: _Optional[int] = ..., base_hash: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., trace_every: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("start", "token_ids")

@@ -23,9 +23,12 @@ from outrider.engine.rows import Rows
 from outrider.engine.surgery import optimise
 from outrider.errors import InvalidArgument
 from outrider.rpc.server import Server, ServerConfig
+from outrider.telemetry.service import Telemetry
 from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
 from outrider.worker.gathering import DEFAULT_MAX_PASSES
+from outrider.worker.metrics import watch_worker
 from outrider.worker.servicer import WorkerServicer
+from outrider.worker.traces import WorkTraces
 from outrider.worker.worker import Tier, Worker, WorkerLimits
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,7 @@ async def serve_worker(
     add_servicer: Callable[[Server, WorkerServicer], None],
     make_servicer: type[WorkerServicer],
     capabilities: Callable[[LoadedModel], tuple[str, ...]],
+    telemetry: Telemetry,
 ) -> None:
     """Serve until stopped. `make_tier` gets the model and the context length."""
     server = Server(config, [service_name])
@@ -83,6 +87,10 @@ async def serve_worker(
     thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-engine")
     loop = asyncio.get_running_loop()
     worker, loaded = await loop.run_in_executor(thread, _build, config, tier_name, make_tier)
+    if telemetry.metrics is not None:
+        watch_worker(telemetry.metrics, worker, tier=tier_name, model=loaded.name)
+    if telemetry.spans is not None:
+        worker.traces = WorkTraces(telemetry.spans, tier=tier_name, model=loaded.name)
     servicer = make_servicer(
         worker, loaded, incarnation=new_nonce(), capabilities=capabilities(loaded)
     )
@@ -99,6 +107,7 @@ async def serve_worker(
                 "device": info.device,
                 "kv_tokens": info.kv_blocks_total * info.kv_block_tokens,
                 "context_length": info.context_length,
+                **({"metrics": telemetry.metrics_address} if telemetry.metrics_address else {}),
             }
         )
         await server.until_stopped(lambda: servicer.drain(config.drain_s))

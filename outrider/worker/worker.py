@@ -20,6 +20,7 @@ from outrider.engine.engine import Engine, Runner, StepResult
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidArgument, OutriderError, Unsupported
+from outrider.telemetry.context import TraceContext, within_trace
 from outrider.types import GenerationSpec, WorkTiming
 from outrider.v1 import worker_pb2
 from outrider.wire import spec_from_proto
@@ -72,6 +73,16 @@ class Host(Protocol):
         """Works that are not over, those that go on later included."""
 
 
+class Traces(Protocol):
+    """Who is told of the rounds of traced requests; on the worker's thread."""
+
+    def context_of(self, header: worker_pb2.EntryHeader) -> TraceContext | None:
+        """The trace of an entry; None where nothing is to be told."""
+
+    def tell(self, context: TraceContext, work: Work, reply: worker_pb2.Reply) -> None:
+        """A round of the entry is over; its verdict is not in the log yet."""
+
+
 class Tier(Protocol):
     """What a tier does with a session's base. Called on the worker's thread only."""
 
@@ -116,6 +127,7 @@ class _Task:
     entry: worker_pb2.Entry
     session: Session
     sink: ReplySink
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +136,12 @@ class WorkerLoad:
 
     sessions: int
     blocks_free: int
+    blocks_cached: int
+    """Of the free ones, those that hold a prefix."""
     queued: int
+    waiting: int
+    running: int
+    parked: int
     preemptions: int
     prefix_tokens: int
     prefix_hit_tokens: int
@@ -139,6 +156,9 @@ class Worker:
         self.limits = limits
         self.counters: Counter[str] = Counter()
         self.draining = False
+        self.on_pass: Callable[[float, int], None] | None = None
+        """Called after each pass with its seconds and rows."""
+        self.traces: Traces | None = None
         self._vocab_size = vocab_size
         self._tier = tier
         self._sessions = SessionTable(limits.max_sessions)
@@ -196,6 +216,11 @@ class Worker:
         return self._queued
 
     @property
+    def num_waiting(self) -> int:
+        """Works that wait for KV."""
+        return len(self._engine.scheduler.waiting)
+
+    @property
     def block_tokens(self) -> int:
         return self._engine.blocks.block_tokens
 
@@ -205,7 +230,11 @@ class Worker:
         return WorkerLoad(
             sessions=len(self._sessions),
             blocks_free=scheduler.blocks.num_free,
+            blocks_cached=scheduler.blocks.num_kept,
             queued=self._queued,
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            parked=len(self._parked),
             preemptions=scheduler.preemptions,
             prefix_tokens=scheduler.prefix.asked,
             prefix_hit_tokens=scheduler.prefix.found,
@@ -261,7 +290,8 @@ class Worker:
         except TokensMissing as missing:
             reply = worker_pb2.Reply(need_tokens=self._need_tokens(missing))
         except Exception as error:
-            reply = worker_pb2.Reply(refused=self._refused(error))
+            with within_trace(entry.header.traceparent):
+                reply = worker_pb2.Reply(refused=self._refused(error))
         if reply is not None and entry.WhichOneof("op") not in _SILENT:
             _send(entry.header, reply, sink, arrived)
 
@@ -363,7 +393,8 @@ class Worker:
         # Time spent in the inbox, while a pass ran, is the request's time too.
         work.deadline -= work.arrived - arrived
         work.arrived = arrived
-        work.owner = _Task(entry, session, sink)
+        trace = self.traces.context_of(header) if self.traces else None
+        work.owner = _Task(entry, session, sink, trace)
         session.works += 1
         self._window.returned(key_of(header), time.monotonic())
         self._queued += 1
@@ -390,23 +421,37 @@ class Worker:
     def _step(self) -> None:
         started = time.monotonic()
         for result in self._engine.steps(stop=lambda: not self._inbox.empty()):
-            self._window.passed(time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._window.passed(seconds)
+            if self.on_pass is not None:
+                self.on_pass(seconds, self._engine.batch_rows)
             self._handle_result(result)
             started = time.monotonic()
 
     def _handle_result(self, result: StepResult) -> None:
         for work, error in result.failed:
-            self._finish(work, worker_pb2.Reply(refused=self._refused(error)))
+            with within_trace(work.owner.entry.header.traceparent):
+                reply = worker_pb2.Reply(refused=self._refused(error))
+            self._trace(work, reply)
+            self._finish(work, reply)
         if not result.ready:
             return
         replies = self._advance(result.ready)
         for (work, _), reply in zip(result.ready, replies, strict=True):
+            if work.owner.trace is not None:
+                self._trace(work, reply)
             if not reply.HasField("refused") and self._goes_on(work):
                 reply.header.more = True
                 _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
                 work.arrived = work.started = time.monotonic()
             else:
                 self._finish(work, reply)
+
+    def _trace(self, work: Work, reply: worker_pb2.Reply) -> None:
+        """Tell of a round, before its work goes on."""
+        task: _Task = work.owner
+        if self.traces is not None and task.trace is not None:
+            self.traces.tell(task.trace, work, reply)
 
     def _goes_on(self, work: Work) -> bool:
         then = self._tier.go_on(work)

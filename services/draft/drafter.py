@@ -1,7 +1,7 @@
 """The draft's tier: k guesses, one forward pass each, for all sessions of the batch at once."""
 
 from collections.abc import Sequence as Tokens
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -31,6 +31,25 @@ _KEPT_RANKS = 7
 """Tokens that may follow each guess of a branch that is kept, beside the one that was drawn."""
 
 
+@dataclass(slots=True)
+class DraftWork:
+    """Proposals made, and the guesses in them: after bases, and for outcomes ahead."""
+
+    proposals: int = 0
+    guesses: int = 0
+    outcomes: int = 0
+    outcome_guesses: int = 0
+
+    def count(self, draw: Draw) -> None:
+        """Something was drawn."""
+        if draw.branches:
+            self.outcomes += len(draw.branches)
+            self.outcome_guesses += len(draw.branches) * draw.steps
+        else:
+            self.proposals += 1
+            self.guesses += draw.steps * (1 + draw.alternatives)
+
+
 class Drafter:
     """A `Tier` (outrider.worker.worker) that makes proposals with a draft model.
 
@@ -45,6 +64,7 @@ class Drafter:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._host: Host | None = None
+        self.made = DraftWork()
 
     def attach(self, host: Host) -> None:
         self._host = host
@@ -82,6 +102,9 @@ class Drafter:
         return _work(entry, sequence, (), draw, reserve=base_len + wanted - 1)
 
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+        for work, _ in ready:
+            if work.draw is not None:
+                self.made.count(work.draw)
         return [_proposed(work) for work, _ in ready]
 
     def go_on(self, work: Work) -> Next:

@@ -1,11 +1,12 @@
 """What the orchestrator can be told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.config import setting
 from outrider.errors import InvalidArgument
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
+from outrider.telemetry.service import TelemetrySettings
 from outrider.types import MAX_ALTERNATIVES, MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS
 from services.orchestrator.proposers import PROPOSER_NAMES
 
@@ -68,6 +69,16 @@ class OrchestratorConfig(ServerConfig):
     session_ttl_s: float = setting(3600.0, help="seconds that a kept session lives unused")
     session_linger_s: float = setting(60.0, help="seconds that other sessions outlive their end")
     lease_s: float = setting(30.0, help="seconds after which a silent owner loses a session")
+    trace_sample_rate: float | None = setting(
+        None,
+        help="share of requests that are traced, where they are not part of a trace already; "
+        "default: as OTEL_TRACES_SAMPLER says, else all",
+    )
+    trace_every: int = setting(
+        32,
+        help="of a traced request, one place in so many has its round traced on all tiers, besides "
+        "the first two; 0: no round",
+    )
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -75,6 +86,7 @@ class OrchestratorConfig(ServerConfig):
             ("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS),
             ("fan_out", self.fan_out, 0, MAX_FAN_OUT),
             ("alternatives", self.alternatives, -1, MAX_ALTERNATIVES),
+            ("trace_every", self.trace_every, 0, (1 << 31) - 1),
         ):
             if not least <= value <= most:
                 raise InvalidArgument(f"{value} is not in [{least}, {most}]", field=name)
@@ -83,6 +95,10 @@ class OrchestratorConfig(ServerConfig):
     def pinned_length(self) -> int | None:
         """Guesses per round; None where the controller chooses."""
         return None if self.num_speculative_tokens < 0 else self.num_speculative_tokens
+
+    @property
+    def telemetry(self) -> TelemetrySettings:
+        return replace(super().telemetry, sample_rate=self.trace_sample_rate)
 
     @property
     def worker_security(self) -> ChannelSecurity:

@@ -73,12 +73,15 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """A round as it was seen, and what the controller wants after it."""
+    """A round as it was seen, and what the controller wants after it; the last of `count` plain
+    rounds where it speaks for several. It ended at `ended` on the monotonic clock."""
 
     seen: Observation
     next_length: int
     next_fan_out: int
     decision: Decision | None
+    ended: float = 0.0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +225,7 @@ class Decoder:
         ]
         # Of plain rounds that came together one speaks for all, unless each is to be told of.
         alike = not self.report_rounds and not any(asked)
+        ended, round_s = time.monotonic(), rounds_us / 1e6 / len(rounds)
         for number, (round_, report) in enumerate(zip(rounds, reports, strict=True), 1):
             self.log.append(round_.verdict.token_ids)
             if alike and number < len(rounds):
@@ -234,7 +238,7 @@ class Decoder:
                 batch_rows=round_.spent.batch_rows,
                 context_len=len(self.log),
                 hit=report.hit,
-                round_s=rounds_us / 1e6 / len(rounds),
+                round_s=round_s,
                 compute_s=round_.spent.compute_us / 1e6,
                 proposal_s=(proposed.spent.worker_us + report.worker_us) / 1e6,
                 num_asked=asked[number - 1],
@@ -242,7 +246,13 @@ class Decoder:
                 rank=report.rank,
                 after_bonus=self._after_bonus,
             )
-            records.append(self._observe(seen))
+            records.append(
+                self._observe(
+                    seen,
+                    ended - round_s * (len(rounds) - number),
+                    len(rounds) if alike else 1,
+                )
+            )
             self._after_bonus = seen.num_accepted == seen.num_proposed
         self._tune()
         times = RoundTimes(
@@ -261,10 +271,12 @@ class Decoder:
         verdicts = tuple(round_.verdict for round_ in rounds)
         return _Outcome(verdicts, times, dropped, failed, tuple(records))
 
-    def _observe(self, seen: Observation) -> RoundRecord:
+    def _observe(self, seen: Observation, ended: float, count: int) -> RoundRecord:
         controller = self.controller
         controller.observe(seen)
-        return RoundRecord(seen, controller.next_length(), controller.fan_out, controller.decision)
+        return RoundRecord(
+            seen, controller.next_length(), controller.fan_out, controller.decision, ended, count
+        )
 
     def _piece(self, outcome: "_Outcome") -> Piece:
         before = self.output.num_taken

@@ -38,7 +38,9 @@ from services.orchestrator.decoder import (
     RoundTimes,
 )
 from services.orchestrator.learned import Learned
+from services.orchestrator.metrics import Progress
 from services.orchestrator.models import ModelRegistry, ServedModel
+from services.orchestrator.observed import RequestWatch
 from services.orchestrator.proposers import (
     DRAFT,
     NGRAM,
@@ -86,11 +88,13 @@ class Generation:
         log: TokenLog,
         routing: Routing,
         surroundings: Surroundings,
+        watch: RequestWatch,
         *,
         arrived: float,
         deadline: float,
     ) -> None:
         self._plan = plan
+        self._watch = watch
         self._model = model
         self._fence = fence
         self._log = log
@@ -128,6 +132,22 @@ class Generation:
         self._first_token_us = 0
         self._stats = SpeculationStats()
         self._times = RoundTimes()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs, and where it was cut off."""
+        return self._finished
+
+    @property
+    def progress(self) -> Progress:
+        """What it has counted so far."""
+        return Progress(
+            self._stats,
+            self._times,
+            self._output.num_released,
+            self._plan.prompt_len,
+            self._decoder.target.reused if self._decoder.target else 0,
+        )
 
     async def responses(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """What the client gets, each response once its tokens are in the store."""
@@ -230,6 +250,7 @@ class Generation:
             durable_len=plan.prompt_len,
             prefix_hash=prefix_hash,
             retry_for_s=self._around.store_retry_s,
+            on_commit=self._watch.on_commit,
         )
         return self._commits
 
@@ -331,8 +352,10 @@ class Generation:
     def _account(self, piece: Piece) -> None:
         if not self._first_token_us:
             self._first_token_us = self._elapsed_us()
+            self._watch.first_token()
         self._stats += piece.stats
         self._times += piece.times
+        self._watch.rounds(piece.rounds)
 
     def _response(self, piece: Piece, offset: int) -> generation_pb2.GenerateResponse:
         released = piece.released

@@ -47,6 +47,10 @@ class ModelRegistry:
     def models(self) -> list[ServedModel]:
         return list(self._models.values())
 
+    def links(self, tier: str) -> Sequence[WorkerLink]:
+        """All workers of a tier that are known, up or not."""
+        return self._targets if tier == "target" else self._drafts
+
     async def connect(self, *, target_timeout_s: float, draft_timeout_s: float) -> None:
         """Wait for the workers and learn what they serve.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,10 +18,13 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.remote.link import WorkerLink
+from outrider.remote.metrics import watch_links
 from outrider.remote.session import Routing
 from outrider.rpc.auth import Authenticator
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
+from outrider.telemetry.catalog import DRAFT, ORCHESTRATOR, TARGET
+from outrider.telemetry.service import Telemetry, start_telemetry
 from outrider.token_log import TokenLog
 from outrider.types import Fence, new_session_id
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -28,7 +32,9 @@ from outrider.wire import mode_to_proto, reason_to_proto, sampling_to_proto
 from services.orchestrator.config import OrchestratorConfig
 from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.learned import Learned
+from services.orchestrator.metrics import watch_store
 from services.orchestrator.models import ModelRegistry, ServedModel
+from services.orchestrator.observed import RequestWatch, Watch
 from services.orchestrator.requests import (
     Defaults,
     GenerationPlan,
@@ -57,8 +63,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         registry: ModelRegistry,
         authenticator: Authenticator,
         owner: str,
+        watch: Watch,
     ) -> None:
         self._config = config
+        self._watch = watch
         self._store = store
         self._registry = registry
         self._authenticator = authenticator
@@ -71,23 +79,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: "GenerateContext"
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        try:
-            tenant = self._tenant(context)
-            check_ids(request)
-            if not request.request_id:
-                request.request_id = new_session_id()
-            with self._admitted(tenant, request.request_id):
-                generation = await self._start(request, tenant, context)
-                try:
-                    # Its decoding must have ended before `end`, or it would open sessions anew.
-                    async with contextlib.aclosing(generation.responses()) as responses:
-                        async for response in responses:
-                            yield response
-                finally:
-                    # A cancelled call must free what it holds all the same.
-                    await asyncio.shield(generation.end())
-        except OutriderError as error:
-            await abort_with(context, error)
+        with self._watch.request(request, context) as watch:
+            try:
+                tenant = self._tenant(context)
+                check_ids(request)
+                if not request.request_id:
+                    request.request_id = new_session_id()
+                with self._admitted(tenant, request.request_id):
+                    generation = await self._start(request, tenant, context, watch)
+                    try:
+                        # Its decoding must have ended before `end`, or it would open sessions anew.
+                        async with contextlib.aclosing(generation.responses()) as responses:
+                            async for response in responses:
+                                yield response
+                    finally:
+                        # A cancelled call must free what it holds all the same.
+                        await asyncio.shield(generation.end())
+            except OutriderError as error:
+                watch.failed(error)
+                await abort_with(context, error)
 
     async def GetSession(
         self,
@@ -166,7 +176,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._running.discard(key)
 
     async def _start(
-        self, request: generation_pb2.GenerateRequest, tenant: str, context: "GenerateContext"
+        self,
+        request: generation_pb2.GenerateRequest,
+        tenant: str,
+        context: "GenerateContext",
+        watch: RequestWatch,
     ) -> Generation:
         """Check the request, own its session, and make its generation."""
         arrived = time.monotonic()
@@ -180,7 +194,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             log = TokenLog()
             plan = self._plan(request, model, log)
             fence = await self._create(plan.session_id, model, tenant)
-        return Generation(
+        generation = Generation(
             plan,
             model,
             fence,
@@ -189,7 +203,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 request_id=plan.request_id,
                 tenant=tenant,
                 model=model.name,
-                traceparent=_traceparent(context),
+                traceparent=watch.traceparent,
+                trace_every=watch.trace_every,
             ),
             Surroundings(
                 store=self._store,
@@ -204,9 +219,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_speculative_tokens=self._config.max_speculative_tokens,
                 learned=self._learned,
             ),
+            watch,
             arrived=arrived,
             deadline=arrived + self._time_left(context),
         )
+        watch.begins(generation, plan, model.name)
+        return generation
 
     async def _create(self, session_id: str, model: ServedModel, tenant: str) -> Fence:
         """A new session; gone again when the call is cancelled before its generation exists."""
@@ -284,15 +302,33 @@ def _generation_to_proto(record: GenerationRecord) -> generation_pb2.Generation:
     return message
 
 
-def _traceparent(context: "GenerateContext") -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str) and len(value) <= 64:
-            return value
-    return ""
-
-
 async def serve(config: OrchestratorConfig) -> None:
     """Connect to store and workers, serve until stopped."""
+    telemetry = start_telemetry(config.telemetry, tier=ORCHESTRATOR, env=os.environ)
+    try:
+        await _serve(config, telemetry)
+    finally:
+        telemetry.close()
+
+
+def _watch(
+    config: OrchestratorConfig, telemetry: Telemetry, store: SessionStore, registry: ModelRegistry
+) -> Watch:
+    """Tell of requests, the store and the workers."""
+    if telemetry.metrics is not None:
+        watch_store(telemetry.metrics, store.tally)
+        watch_links(
+            telemetry.metrics,
+            {tier: functools.partial(registry.links, tier) for tier in (TARGET, DRAFT)},
+        )
+    return Watch(
+        telemetry,
+        trace_every=config.trace_every,
+        model_names=lambda: [model.name for model in registry.models],
+    )
+
+
+async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
     authenticator = Authenticator.from_file(config.auth_token_file)
     name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
     server = Server(config, [name], authenticator)
@@ -321,12 +357,14 @@ async def serve(config: OrchestratorConfig) -> None:
             registry,
             authenticator,
             owner=f"{os.uname().nodename}-{new_session_id()}",
+            watch=_watch(config, telemetry, store, registry),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
             servicer, server.grpc
         )
         await server.start()
-        await server.serving({"models": [model.name for model in registry.models]})
+        shown = {"metrics": telemetry.metrics_address} if telemetry.metrics_address else {}
+        await server.serving({"models": [model.name for model in registry.models], **shown})
         await server.until_stopped(lambda: servicer.drain(config.drain_s))
         await servicer.drain(_FREE_S)
     finally:

@@ -25,6 +25,7 @@ from outrider.errors import (
 )
 from outrider.types import Fence, FinishReason, is_session_id, new_nonce
 from services.orchestrator.store_client import ScriptClient
+from services.orchestrator.store_tally import StoreTally
 from services.orchestrator.store_values import (
     GenerationRecord,
     StoredSession,
@@ -47,6 +48,7 @@ class SessionStore:
         self, client: ScriptClient, *, session_ttl_s: float, linger_s: float, lease_s: float
     ) -> None:
         self.lease_s = lease_s
+        self.tally = StoreTally()
         self._client = client
         self._kept_ms = _to_ms(session_ttl_s, "session_ttl_s")
         self._linger_ms = _to_ms(linger_s, "linger_s")
@@ -231,10 +233,11 @@ class SessionStore:
     async def _write(self, fence: Fence, operation: str, *args: str | bytes | int) -> list[Any]:
         return await self._call(fence.session_id, operation, fence.epoch, fence.owner_nonce, *args)
 
-    async def _call(self, session_id: str, *args: str | bytes | int) -> list[Any]:
-        reply = await self._client.call(_keys(session_id), args)
-        if reply[0] != b"ok":
-            raise _refusal(session_id, *reply)
+    async def _call(self, session_id: str, operation: str, *args: str | bytes | int) -> list[Any]:
+        with self.tally.operation(operation):
+            reply = await self._client.call(_keys(session_id), (operation, *args))
+            if reply[0] != b"ok":
+                raise _refusal(session_id, *reply)
         return reply
 
 

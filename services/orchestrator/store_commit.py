@@ -5,11 +5,15 @@ The next round never waits for a commit; the client's chunk does (docs/design.md
 
 import asyncio
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from outrider.errors import Cancelled, InternalError, OutriderError, ResourceExhausted, Unavailable
 from outrider.types import Fence, chain_hash
 from services.orchestrator.store import SessionStore
+
+OnCommit = Callable[[int, int, float], None]
+"""Length of the log before a commit, tokens of it, when it started (monotonic clock)."""
 
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 1.0
@@ -34,7 +38,9 @@ class CommitQueue:
         durable_len: int,
         prefix_hash: int,
         retry_for_s: float = 10.0,
+        on_commit: OnCommit | None = None,
     ) -> None:
+        """`on_commit` is told of each commit that the store took."""
         self.durable_len = durable_len
         self.error: OutriderError | None = None
         self.commits = 0  # sent, repeated ones included
@@ -42,6 +48,7 @@ class CommitQueue:
         self._fence = fence
         self._prefix_hash = prefix_hash
         self._retry_for_s = retry_for_s
+        self._on_commit = on_commit
         self._pending: list[int] = []
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -111,15 +118,17 @@ class CommitQueue:
                 pause_s = backoff_s * random.uniform(0.5, 1.0)
                 if now() + pause_s >= give_up:
                     raise
+                self._store.tally.commit_retries += 1
             await asyncio.sleep(pause_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _commit_once(self, token_ids: tuple[int, ...]) -> None:
+        started, from_len = time.monotonic(), self.durable_len
         new_hash = chain_hash(self._prefix_hash, token_ids)
         self.commits += 1
         await self._store.commit(
             self._fence,
-            from_len=self.durable_len,
+            from_len=from_len,
             from_hash=self._prefix_hash,
             token_ids=token_ids,
             new_hash=new_hash,
@@ -128,6 +137,8 @@ class CommitQueue:
         self.durable_len += len(token_ids)
         del self._pending[: len(token_ids)]
         self._announce()
+        if self._on_commit is not None:
+            self._on_commit(from_len, len(token_ids), started)
 
     def _announce(self) -> None:
         self._changed.set()

@@ -22,6 +22,7 @@ from outrider.errors import (
 from outrider.remote.link import Listener, WorkerLink
 from outrider.remote.session import NOTHING_SPENT, RemoteSession, Routing, Spent
 from outrider.rpc.channel import ChannelSecurity
+from outrider.telemetry.context import TraceContext
 from outrider.token_log import Tail, TokenLog
 from outrider.types import EMPTY_PREFIX_HASH, Fence, GenerationSpec
 from outrider.v1 import worker_pb2
@@ -170,7 +171,7 @@ class DraftSession:
             link,
             Fence(header.session_id, header.epoch, header.owner_nonce, header.completion),
             self._spec.for_draft(info.vocab_size),
-            Routing(header.request_id, header.tenant, model="", traceparent=header.traceparent),
+            self._pool.routing(header),
             self._log,
             itertools.count(header.number * _NUMBERS_AN_ENTRY),
         )
@@ -197,7 +198,9 @@ class DraftPool:
     """Links to drafts by address, and sessions on them. Make it on the event loop; `session` is
     called on the worker's thread."""
 
-    def __init__(self, security: ChannelSecurity) -> None:
+    def __init__(self, security: ChannelSecurity, *, traced: bool = False) -> None:
+        """`traced`: this target has spans of its own, which those of drafts are below."""
+        self._traced = traced
         self.tokenizer = ""
         self.vocab_size = 0
         self._security = security
@@ -231,6 +234,21 @@ class DraftPool:
         while len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return session
+
+    def routing(self, header: worker_pb2.EntryHeader) -> Routing:
+        """What entries for a draft say, of the session that an orchestrator's entry names."""
+        trace = TraceContext.parse(header.traceparent) if self._traced else None
+        return Routing(
+            header.request_id,
+            header.tenant,
+            model="",
+            traceparent=str(trace.below()) if trace is not None else header.traceparent,
+            trace_every=header.trace_every,
+        )
+
+    @property
+    def links(self) -> tuple[WorkerLink, ...]:
+        return tuple(self._links.values())
 
     def seen(self, address: str) -> Shared:
         """What all sessions of a draft have seen; on the worker's thread."""

@@ -1,16 +1,21 @@
 """The target service: a worker that verifies, and the tokenizer for orchestrators."""
 
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from outrider.config import setting
 from outrider.engine.loaded_model import LoadedModel
+from outrider.remote.metrics import watch_links
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import Server, run_service
+from outrider.telemetry.catalog import DRAFT, TARGET
+from outrider.telemetry.service import OFF, Telemetry, start_telemetry
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.worker.service import WorkerConfig, serve_worker
 from outrider.worker.servicer import Context, WorkerServicer, chunks
 from services.target.drafts import DraftPool
+from services.target.metrics import watch_buffer
 from services.target.verifier import Verifier
 
 CAPABILITIES = (
@@ -89,20 +94,28 @@ def _capabilities(config: TargetConfig, loaded: LoadedModel) -> tuple[str, ...]:
 
 
 async def serve(config: TargetConfig) -> None:
-    drafts = DraftPool(config.draft_security) if config.ask_drafts else None
+    telemetry = start_telemetry(config.telemetry, tier=TARGET, env=os.environ)
+    traced = telemetry.spans is not None
+    drafts = DraftPool(config.draft_security, traced=traced) if config.ask_drafts else None
+    if telemetry.metrics and drafts is not None:
+        watch_links(telemetry.metrics, {DRAFT: lambda: drafts.links})
     try:
         await serve_worker(
             config,
-            tier_name="target",
+            tier_name=TARGET,
             service_name=target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
-            make_tier=lambda loaded, context: _make_tier(loaded, context, config, drafts),
+            make_tier=lambda loaded, context: _make_tier(
+                loaded, context, config, drafts, telemetry
+            ),
             make_servicer=TargetServicer,
             add_servicer=_add_servicer,
             capabilities=lambda loaded: _capabilities(config, loaded),
+            telemetry=telemetry,
         )
     finally:
         if drafts is not None:
             await drafts.close()
+        telemetry.close()
 
 
 def _make_tier(
@@ -110,16 +123,20 @@ def _make_tier(
     context_length: int,
     config: TargetConfig,
     drafts: DraftPool | None = None,
+    telemetry: Telemetry = OFF,
 ) -> Verifier:
     if drafts is not None:
         drafts.serve(tokenizer=loaded.tokenizer.fingerprint, vocab_size=loaded.vocab_size)
-    return Verifier(
+    verifier = Verifier(
         vocab_size=loaded.vocab_size,
         context_length=context_length,
         drafts=drafts,
         plain_by_plan=_offers_plain_rounds(config, loaded),
         tree_rows=config.tree_rows if loaded.device.type == "cuda" else 0,
     )
+    if telemetry.metrics:
+        watch_buffer(telemetry.metrics, verifier.buffer_use, model=loaded.name)
+    return verifier
 
 
 def main() -> None:

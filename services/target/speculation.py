@@ -52,6 +52,24 @@ class Chosen:
 
 
 @dataclass(slots=True)
+class BufferUse:
+    """What became of outcomes that drafts had prepared, and of the guesses with them."""
+
+    outcomes_used: int = 0
+    outcomes_unused: int = 0
+    guesses_used: int = 0
+    guesses_unused: int = 0
+
+    def count(self, outcomes: int, guesses: int, *, hit: bool) -> None:
+        """A verdict has fallen: so many outcomes were prepared for, with so many guesses each."""
+        used = int(hit)
+        self.outcomes_used += used
+        self.outcomes_unused += outcomes - used
+        self.guesses_used += guesses * used
+        self.guesses_unused += guesses * (outcomes - used)
+
+
+@dataclass(slots=True)
 class _Asked:
     """What the draft has been asked for, and what it said."""
 
@@ -74,6 +92,7 @@ class Speculation:
     forecast: Forecast
     resume: Callable[[Chosen], None]
     room: Callable[[int], int] = lambda length: MAX_ALTERNATIVES
+    use: BufferUse = field(default_factory=BufferUse)
     _asked: _Asked | None = None
     _open: Verdict | None = None
     """The verdict whose round waits for the draft."""
@@ -160,6 +179,8 @@ class Speculation:
             prepared = ask.fan_out[verdict.num_accepted]
             rank, message = _find(answer.proposed, verdict)
             self.forecast.found(verdict, rank, prepared)
+            outcomes = len(answer.proposed.outcomes)
+            self.use.count(outcomes, ask.num_tokens, hit=message is not None)
             proposal = self._take(message, ask) if message is not None else _NOTHING
         except OutriderError as error:
             logger.warning("proposal dropped: %s", error)

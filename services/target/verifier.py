@@ -30,7 +30,7 @@ from outrider.worker.sessions import Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
 from services.target.drafts import DraftPool
 from services.target.fan_out import Forecast
-from services.target.speculation import Chosen, Speculation, proposal_for
+from services.target.speculation import BufferUse, Chosen, Speculation, proposal_for
 
 MAX_MORE_ROUNDS = 1024
 
@@ -88,6 +88,7 @@ class Verifier:
         self._plain_by_plan = plain_by_plan
         self._tree_rows = tree_rows
         self._host: Host | None = None
+        self.buffer_use = BufferUse()
 
     def attach(self, host: Host) -> None:
         self._host = host
@@ -140,6 +141,7 @@ class Verifier:
             Forecast(self._drafts.seen(plan.address)),
             lambda chosen: self._resume(work, chosen),
             self._room_for_alternatives,
+            self.buffer_use,
         )
         round_.speculation = speculation
         work.ahead = 0 if speculation.speculates else work.ahead

@@ -392,6 +392,7 @@ async def test_a_target_that_goes_on_is_asked_once(groups: Any) -> None:
             return await one.finish(), target
 
     each = random_groups(4) if groups == "random" else itertools.repeat(groups)
+    started = time.monotonic()
     alone, slow = await outcome(offers=False)
     found, target = await outcome(groups=each)
     assert [entry[2] for entry in slow.asked] == [0] * 40
@@ -407,6 +408,14 @@ async def test_a_target_that_goes_on_is_asked_once(groups: Any) -> None:
         assert released[-1].finish_reason is FinishReason.MAX_TOKENS
         times = sum((piece.times for piece in one.pieces[1:]), one.pieces[0].times)
         assert (times.verify_compute_us, times.verify_worker_us) == (400, 1200)
+        # Each round is in one record, by its place and the time that it ended.
+        records = [record for piece in one.pieces for record in piece.rounds]
+        lasts = [r.seen.context_len - r.seen.num_tokens for r in records]
+        counts = [record.count for record in records]
+        places = [last - i for last, n in zip(lasts, counts, strict=True) for i in range(n)]
+        assert sorted(places) == list(range(len(PROMPT), len(PROMPT) + 40))
+        ends = [record.ended for record in records]
+        assert ends == sorted(ends) and started < ends[0] and ends[-1] <= time.monotonic()
     assert found.stats == alone.stats and found.stats.rounds == found.stats.plain == 40
     if groups == 1000:
         assert len(found.pieces) == 2, "the first reply, and all that were there after it"
