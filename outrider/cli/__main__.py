@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import __version__, errors
-from outrider.cli import bench, chat, generate, plan, simulate, up
+from outrider.cli import bench, chat, generate, plan, simulate, top, up
 from outrider.cli.progress import show_log
 from outrider.cli.stack import StackError
 
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (up, generate, chat, bench, plan, simulate):
+    for command in (up, generate, chat, bench, plan, simulate, top):
         command.add_parser(subparsers)
     return parser
 

@@ -19,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from otlp_receiver import Receiver, Seen
 from outrider.cli.process import Child
+from outrider.cli.scrape import scrape_all
+from outrider.cli.top_view import summary
 from outrider.errors import InvalidArgument, NotFound
 from outrider.telemetry.catalog import (
     LABELS,
@@ -40,10 +42,14 @@ ON = {"metrics_address": "127.0.0.1:0"}
 Labels = frozenset[tuple[str, str]]
 
 
+def metrics_of(service: Child) -> str:
+    info = json.loads(service.log.with_suffix(".ready").read_text())["info"]
+    return str(info["metrics"])
+
+
 async def scrape(service: Child) -> dict[str, dict[Labels, float]]:
     """Values by name and labels, as Prometheus gets them."""
-    info = json.loads(service.log.with_suffix(".ready").read_text())["info"]
-    url = f"http://{info['metrics']}/metrics"
+    url = f"http://{metrics_of(service)}/metrics"
 
     def read() -> str:
         with urllib.request.urlopen(url, timeout=10) as answer:
@@ -355,6 +361,24 @@ async def test_what_drafts_make_is_used_or_counted_as_wasted(told: Told) -> None
     assert used + unused <= made, "what came too late was made too"
     guesses = grown("draft", "outrider_draft_guesses_total")
     assert guesses > stats.proposed > stats.accepted
+
+
+async def test_top_shows_what_the_requests_say(told: Told) -> None:
+    tiers = ["orchestrator", "target", "draft"]
+    addresses = [metrics_of(told.services[tier]) for tier in tiers]
+    await asyncio.sleep(0.15)
+    before = await scrape_all(addresses)
+    done = await told.rig.complete_all(
+        ["watched", "too"], max_tokens=40, ignore_eos=True, num_speculative_tokens=3
+    )
+    await asyncio.sleep(0.15)
+    found = summary(before, await scrape_all(addresses))
+    stats = total(done)
+    assert found["speculation"]["mean_acceptance_length"] == stats.mean_acceptance_length
+    assert found["speculation"]["acceptance"] == stats.accepted / stats.proposed
+    assert found["requests"]["time_to_first_token_s"] > 0
+    assert [process["tier"] for process in found["processes"]] == tiers
+    assert all(process["busy"] > 0 for process in found["processes"][1:])
 
 
 async def test_metrics_go_to_a_collector_too(told: Told) -> None:
