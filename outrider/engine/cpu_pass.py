@@ -71,14 +71,15 @@ def build_pass(model: nn.Module, pool: CpuPool, vocab_size: int) -> Pass:
                 eager, example(_EXAMPLE_ROWS), check_trace=False
             )
             tree = example(1 + len(_CHECKED_PARENTS), _CHECKED_PARENTS)
-            same = all(
+            # All of them, because in a group every rank must run as many passes.
+            equal = [
                 torch.equal(traced(*inputs), eager(*inputs))
                 for inputs in (*map(example, _CHECKED_ROWS), tree)
-            )
+            ]
     except Exception as error:
         logger.warning("the pass cannot be traced and runs in Python: %s", error)
         return eager
-    if not same:
+    if not all(equal):
         logger.warning("the traced pass differs from the model's own, which runs in its place")
         return eager
     return traced

@@ -43,12 +43,6 @@ def loops(draw: Draw) -> bool:
     return draw.steps > 1 or bool(draw.branches)
 
 
-def has_cuts(sampling: SamplingParams) -> bool:
-    """Whether tokens are cut off (top_k, top_p, min_p), which takes more launches."""
-    cuts = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
-    return cuts and not sampling.greedy
-
-
 class Inputs:
     """Named int32 arrays on host and device, sent in one copy."""
 

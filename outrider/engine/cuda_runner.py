@@ -25,11 +25,11 @@ from outrider.engine.cuda_drawing import (
     LoopRow,
     PassInputs,
     can_draw,
-    has_cuts,
     loop_rows,
     loops,
 )
 from outrider.engine.cuda_kernels import BLOCK_TOKENS
+from outrider.engine.drawing import has_cuts
 from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.rows import Draw, Drawn, Output, Rows
@@ -196,6 +196,7 @@ class CudaRunner:
 
     block_tokens: int = BLOCK_TOKENS
     max_stream: int = MAX_STEPS
+    _capture_mode = "global"
 
     def __init__(
         self, loaded: LoadedModel, *, num_blocks: int, max_rows: int, max_context: int
@@ -204,7 +205,7 @@ class CudaRunner:
         self._device = loaded.device
         # Graphs run one at a time, so they share their memory.
         self._memory = torch.cuda.graph_pool_handle()
-        self._attach_pool(KvShape.of(loaded.config, loaded.dtype), num_blocks)
+        self._attach_pool(KvShape.of(loaded.config, loaded.dtype, loaded.ranks), num_blocks)
         width = -(-max_context // self.block_tokens)
         self._buckets = [
             _Bucket(rows, width, max_context, loaded.device)
@@ -244,7 +245,7 @@ class CudaRunner:
         logits = torch.empty(0)
         computed = [rows for rows in batch if rows.token_ids]
         if computed:
-            logits = self.forward(computed)
+            logits = self._run_rows(computed)
             count = sum(len(rows.token_ids) for rows in computed)
             self._draw(self.bucket_for(count), cuts, candidates)
         if any(map(loops, draws)):
@@ -281,7 +282,7 @@ class CudaRunner:
         going = [row for own in loop_rows(batch, 1) for row in own]
         cuts = any(has_cuts(row.sampling) for row in going)
         steps = min(row.tokens for row in going)
-        self.forward(batch)
+        self._run_rows(batch)
         self._draw(self.bucket_for(sum(len(rows.token_ids) for rows in batch)), cuts)
         bucket = self.bucket_for(len(going))
         loop = self._loops[bucket.rows]
@@ -348,17 +349,31 @@ class CudaRunner:
     def _pick(self, bucket: _Bucket, cuts: bool, candidates: int) -> None:
         if bucket.logits is None:
             raise RuntimeError("nothing was computed yet")
+        self._note(self._pick_among(bucket.logits, bucket.inputs.params, cuts, candidates))
+
+    def _pick_among(
+        self,
+        logits: Tensor,  # [rows, vocab] float32
+        params: Tensor,  # [rows, ROW_WORDS] int32
+        cuts: bool,
+        candidates: int,
+    ) -> Tensor:  # [rows, candidates] int64
         sample = sample_rows if candidates == 1 else sample_candidates
-        picks = sample(bucket.logits, bucket.inputs.params, cuts=cuts)
+        return sample(logits, params, cuts=cuts).view(len(logits), candidates)
+
+    def _note(self, picks: Tensor) -> None:  # [rows, candidates] int64
         self._buffers.picks[: picks.numel()].copy_(picks.flatten())
 
     @torch.inference_mode()
     def forward(self, batch: Tokens[Rows]) -> Tensor:  # [logits rows of all, vocab] float32
         """Run the rows; logits come in the order of `batch`, float32, valid until the next pass."""
+        return self._run_rows(batch)
+
+    def _run_rows(self, batch: Tokens[Rows]) -> Tensor:
         total = sum(len(rows.token_ids) for rows in batch)
         if total > self._buckets[-1].rows and len(batch) > 1:  # More branches than rows of a pass.
             halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
-            return torch.cat([self.forward(half).clone() for half in halves])
+            return torch.cat([self._run_rows(half).clone() for half in halves])
         bucket = self.bucket_for(total)
         wanted = bucket.fill(batch)
         return self._replay(bucket)[:wanted]
@@ -402,18 +417,21 @@ class CudaRunner:
                 self._pass(bucket)
         torch.cuda.current_stream().wait_stream(stream)
         bucket.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(bucket.graph, pool=self._memory):
+        with self._capturing(bucket.graph):
             bucket.logits = self._pass(bucket)
         for cuts, candidates in itertools.product((False, True), (1, CANDIDATES)):
             self._pick(bucket, cuts, candidates)  # Compiles what a capture cannot.
             torch.cuda.synchronize()
             graph = bucket.draw_graphs[cuts, candidates] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
+            with self._capturing(graph):
                 self._pick(bucket, cuts, candidates)
         # A loop of one token, for its kernels to be compiled: it copies a block onto itself.
         for candidates in (1, CANDIDATES):
             only = LoopRow(SamplingParams(), [0], 0, 1, 1, copied=(0, 0))
             self._loops[bucket.rows].start([only], candidates)
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        return torch.cuda.graph(graph, pool=self._memory, capture_error_mode=self._capture_mode)
 
     def _layers(self) -> list[nn.Module]:
         """The decoder layers: modules that hold an attention module."""

@@ -3,6 +3,7 @@
 Both tiers draw: the target its own token at every row of a verification, the draft its guesses.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -40,16 +41,26 @@ class Forward(Protocol):
         """Copy the KV of whole blocks, of all layers: (from, to)."""
 
 
-def run(batch: Tokens[Rows], runner: Forward) -> Output:
-    """One pass over the batch, and the further ones that its draws ask for."""
+Pick = Callable[[Tensor, Tokens[tuple[SamplingParams, int]]], Tensor]
+"""The coupled pick of each row: logits, and parameters and position of each, to [rows] int64."""
+
+
+def run(batch: Tokens[Rows], runner: Forward, pick: Pick | None = None) -> Output:
+    """One pass over the batch, and the further ones that its draws ask for.
+
+    With a `pick` of its own a runner whose logits are a part of the vocabulary draws what
+    `is_pick` says.
+    """
+    pick = pick or picks_of
     computed = [rows for rows in batch if rows.token_ids]
     logits = runner.forward(computed) if computed else torch.empty(0)
     drawn = [Drawn() if rows.draw else None for rows in batch]
-    going = _start_chains(batch, drawn, logits) + _start_branches(batch, drawn, logits, runner)
+    chains = _start_chains(batch, drawn, logits, pick)
+    going = chains + _start_branches(batch, drawn, logits, runner)
     while going := [chain for chain in going if chain.left > 0]:
         # Logits are valid until the next pass, so everything of the last one is drawn by now.
         passed = runner.forward([chain.next_rows() for chain in going])
-        _draw(passed, [_Row(chain.draw, chain.drawn, chain.position) for chain in going])
+        _draw(passed, [_Row(chain.draw, chain.drawn, chain.position) for chain in going], pick)
         for chain in going:
             chain.left -= 1
     return Output(logits, drawn)
@@ -71,7 +82,25 @@ class _Chain:
         return Rows(self.drawn.token_ids[-1:], position, self.blocks, 1)
 
 
-def _start_chains(batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tensor) -> list[_Chain]:
+def is_pick(draw: Draw) -> bool:
+    """Whether all it asks for are picks among all tokens: nothing is masked (min_tokens), cut off
+    or ranked, and no distribution or log probability is looked at."""
+    spec = draw.spec
+    masked = spec.stop_ids and must_go_on(spec, draw.base_len)
+    looks = spec.uses_distributions or spec.logprobs is not None
+    ranked = draw.branches or draw.alternatives
+    return not (masked or looks or ranked or has_cuts(spec.sampling))
+
+
+def has_cuts(sampling: SamplingParams) -> bool:
+    """Whether tokens are cut off (top_k, top_p, min_p), which takes a look at all of them."""
+    cuts = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
+    return cuts and not sampling.greedy
+
+
+def _start_chains(
+    batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tensor, pick: Pick
+) -> list[_Chain]:
     """Draw for the sequences themselves."""
     items = _entries(batch, drawn, branching=False)
     if items:
@@ -82,6 +111,7 @@ def _start_chains(batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tens
                 for rows, draw, result in items
                 for position in rows.drawn_positions(draw)
             ],
+            pick,
         )
     return [
         _Chain(draw, result, rows.blocks, draw.base_len, draw.steps - 1)
@@ -189,7 +219,7 @@ class _Row:
 
 
 @torch.inference_mode()
-def _draw(logits: Tensor, rows: Tokens[_Row]) -> None:
+def _draw(logits: Tensor, rows: Tokens[_Row], pick: Pick) -> None:
     """Draw at each row; logits [rows, vocab]."""
     logits = masked(logits, [(row.draw.spec, row.position) for row in rows])
     coupled = [i for i, row in enumerate(rows) if not row.draw.spec.uses_distributions]
@@ -198,7 +228,7 @@ def _draw(logits: Tensor, rows: Tokens[_Row]) -> None:
         chosen = [rows[i] for i in coupled]
         params = [(row.draw.spec.sampling, row.position) for row in chosen]
         of_chosen = logits[coupled] if sampled else logits
-        picks = picks_of(of_chosen, params)
+        picks = pick(of_chosen, params)
         _append(chosen, picks)
         _append_alternatives(chosen, picks, of_chosen)
     if sampled:

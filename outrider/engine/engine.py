@@ -14,12 +14,17 @@ from outrider.engine.kept import Kept
 from outrider.engine.rows import Draw, Drawn, Output, Rows
 from outrider.engine.scheduler import Chunk, Scheduler, Work
 from outrider.engine.sequence import Sequence
+from outrider.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What runs a pass: `ModelRunner` on a CPU, `CudaRunner` on a GPU."""
+    """What runs a pass: `ModelRunner` on a CPU, `CudaRunner` on a GPU, `Leader` in a group.
+
+    Unavailable means that nothing can be run any more, and ends the engine; any other error is that
+    of a work.
+    """
 
     @property
     def block_tokens(self) -> int:
@@ -152,6 +157,8 @@ class Engine:
         while True:
             try:
                 picks = next(picked, None)
+            except Unavailable:
+                raise
             except Exception as error:
                 going = [work for work in works if work in self.scheduler.running]
                 yield StepResult((), tuple(f for w in going for f in self._fail(w, error).failed))
@@ -170,6 +177,8 @@ class Engine:
     def _step(self, batch: list[Chunk]) -> StepResult:
         try:
             output = self._run(batch)
+        except Unavailable:
+            raise
         except Exception as error:
             if len(batch) == 1:
                 return self._fail(batch[0].work, error)
@@ -244,6 +253,8 @@ class Engine:
                     (work, logits.clone())
                     for work, logits in self._collect([chunk], self._run([chunk]))
                 ]
+            except Unavailable:
+                raise
             except Exception as error:
                 failed += self._fail(chunk.work, error).failed
         return StepResult(tuple(ready), tuple(failed))

@@ -25,13 +25,14 @@ class KvShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: Any, dtype: torch.dtype) -> "KvShape":
-        """From a model's configuration (`transformers`)."""
+    def of(cls, config: Any, dtype: torch.dtype, ranks: int = 1) -> "KvShape":
+        """From a model's configuration (`transformers`); of `ranks` each holds a part."""
         head_dim = getattr(config, "head_dim", None)
+        # Configs of models without grouped queries do not name the number, or set it to None.
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return cls(
             layers=config.num_hidden_layers,
-            # Configs of models without grouped queries do not name the number, or set it to None.
-            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            kv_heads=kv_heads // ranks,
             head_dim=head_dim or config.hidden_size // config.num_attention_heads,
             dtype=dtype,
         )

@@ -50,6 +50,8 @@ class LoadedModel:
     device: torch.device
     quantised: str = ""
     """The scheme that its weights are in, where that is another than `dtype`."""
+    ranks: int = 1
+    """Ranks that it is split over; `model` is the part of one of them."""
 
     @property
     def dtype_name(self) -> str:

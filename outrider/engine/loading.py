@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.engine import attention, model_files, synthetic
+from outrider.engine import attention, model_files, sharding, synthetic
+from outrider.engine.group import Group
 from outrider.engine.loaded_model import LoadedModel, TokenizerFiles
+from outrider.engine.shard_loading import load_part
 from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,17 +24,21 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     cache_dir: Path | None = None,
+    group: Group | None = None,
 ) -> LoadedModel:
     """Load `reference` (see model_files) for `tier` ("draft" or "target").
 
     `dtype` auto is bfloat16 where the processor computes in it, else float32; `device` auto is
-    the first CUDA device where there is one. Raises InvalidArgument for an unknown reference and
-    Unsupported for a model whose cache cannot be rolled back.
+    the first CUDA device where there is one. As a rank of a `group` only the rank's part is loaded.
+    Raises InvalidArgument for an unknown reference or a number of ranks that does not divide the
+    model, and Unsupported for a model whose cache cannot be rolled back or that cannot be split.
     """
     torch_device = _device(device)
     torch_dtype = _dtype(dtype, torch_device)
     if reference.startswith(synthetic.PREFIX):
-        return synthetic.load_synthetic(reference, dtype=torch_dtype, device=torch_device)
+        return synthetic.load_synthetic(
+            reference, dtype=torch_dtype, device=torch_device, group=group
+        )
     files = model_files.resolve(
         reference, tier=tier, cache_dir=cache_dir or model_files.default_cache_dir()
     )
@@ -44,14 +50,27 @@ def load_model(
     check_supported(config)
     _check_attention(config)
     attention.register()
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        files.folder,
-        config=config,
-        dtype=torch_dtype,
-        attn_implementation=attention.IMPLEMENTATION,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
+    model: nn.Module
+    if group is not None:
+        sharding.check_sizes(config, group.seat.size)
+        model = load_part(
+            files.folder,
+            config,
+            dtype=torch_dtype,
+            device=torch_device,
+            attention=attention.IMPLEMENTATION,
+            seat=group.seat,
+        )
+        sharding.connect(model, group)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            files.folder,
+            config=config,
+            dtype=torch_dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
     model.requires_grad_(False)
     model.eval()
     model.to(torch_device)
@@ -67,6 +86,7 @@ def load_model(
         context_length=_context_length(config),
         dtype=torch_dtype,
         device=torch_device,
+        ranks=group.seat.size if group else 1,
     )
 
 

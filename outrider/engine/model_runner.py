@@ -18,7 +18,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, block_tokens: int) -> None:
         self.model = loaded.model
         self.block_tokens = block_tokens
-        shape = KvShape.of(loaded.config, loaded.dtype)
+        shape = KvShape.of(loaded.config, loaded.dtype, loaded.ranks)
         self._pool = CpuPool(shape, num_blocks, block_tokens)
         self._pass = build_pass(loaded.model, self._pool, loaded.vocab_size)
 

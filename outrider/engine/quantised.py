@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from outrider.engine import cpu_kernels
 from outrider.engine.loaded_model import LoadedModel
+from outrider.engine.sharding import ReducedLinear
 from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,10 @@ def quantise(loaded: LoadedModel, scheme: str) -> LoadedModel:
             if on_cuda and not _fits(child):
                 left.append(f"{name}.{child_name}")
                 continue
-            setattr(module, child_name, make(*_to_int8(child.weight), child.bias))
+            largest = child.weight.abs().amax(1)
+            if isinstance(module, ReducedLinear):  # The scales are those of all ranks' features.
+                largest = module.group.largest(largest)
+            setattr(module, child_name, make(*_to_int8(child.weight, largest), child.bias))
             done += 1
     if not done:
         raise Unsupported(f"{loaded.name} has no linears that int8 kernels take", field="quantize")
@@ -79,9 +83,11 @@ def weight_bytes(model: nn.Module) -> int:
     return held + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] -> [out, in] int8, and scales [out] of the weight's type."""
-    scales = (weight.abs().amax(1).float() / _LARGEST).to(weight.dtype)
+def _to_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[out, in] -> [out, in] int8, and scales [out] of the weight's type; `largest` [out] is the
+    largest size of a weight of each output, where other ranks have weights of it too."""
+    largest = weight.abs().amax(1) if largest is None else largest
+    scales = (largest.float() / _LARGEST).to(weight.dtype)
     scales = torch.where(scales > 0, scales, 1)
     # In pieces: a float32 copy of a head is 2 GB.
     rounded = torch.empty_like(weight, dtype=torch.int8)

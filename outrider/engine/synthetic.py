@@ -5,8 +5,9 @@ The draft's next token depends on its last one alone (its `o_proj` and `down_pro
 target is the draft written twice side by side, its other weights random, and what its layers add
 scaled by `eps`: the smaller, the more the two agree.
 
-References: `synthetic:8b,eps=0.01` and `synthetic:1b`, the shapes of Llama-3.1-8B and
-Llama-3.2-1B (untied); `synthetic:tiny` and `synthetic:tiny-draft` for tests.
+References: `synthetic:70b`, `synthetic:8b,eps=0.01` and `synthetic:1b`, the shapes of
+Llama-3.1-70B, Llama-3.1-8B and Llama-3.2-1B (untied); `synthetic:tiny` and `synthetic:tiny-draft`
+for tests. A rank of a group gets its part of the same weights.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.engine import attention
+from outrider.engine import attention, sharding
+from outrider.engine.group import Group
 from outrider.engine.loaded_model import LoadedModel, TokenizerFiles
 from outrider.errors import InvalidArgument
 
@@ -41,6 +43,7 @@ class Shape:
 
 
 SHAPES = {
+    "70b": Shape(8192, 28672, 80, 64, 8, 128, 128_256, 4),
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, 2),
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 1),
     "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 2),
@@ -48,7 +51,9 @@ SHAPES = {
 }
 
 
-def load_synthetic(reference: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_synthetic(
+    reference: str, *, dtype: torch.dtype, device: torch.device, group: Group | None = None
+) -> LoadedModel:
     """Make the model that a `synthetic:` reference names; equal references give equal models
     on one kind of device. Raises InvalidArgument."""
     name, eps = parse(reference)
@@ -61,10 +66,17 @@ def load_synthetic(reference: str, *, dtype: torch.dtype, device: torch.device) 
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
     model.to(dtype)
+    full = {name: weight.shape for name, weight in model.named_parameters()}
+    parts: dict[str, sharding.Part] = {}
+    if group is not None:
+        sharding.check_sizes(config, group.seat.size)
+        parts = sharding.shard(model, group.seat)
     model.to_empty(device=device)
     model.requires_grad_(False)
     model.eval()
-    _fill(model, shape, eps)
+    _fill(model, shape, eps, full, parts)
+    if group is not None:
+        sharding.connect(model, group)
     return LoadedModel(
         name=f"synthetic-{name}",
         folder=Path(),
@@ -77,6 +89,7 @@ def load_synthetic(reference: str, *, dtype: torch.dtype, device: torch.device) 
         context_length=_CONTEXT,
         dtype=dtype,
         device=device,
+        ranks=group.seat.size if group else 1,
     )
 
 
@@ -114,7 +127,14 @@ def _config(shape: Shape) -> Any:
     )
 
 
-def _fill(model: nn.Module, shape: Shape, eps: float) -> None:
+def _fill(
+    model: nn.Module,
+    shape: Shape,
+    eps: float,
+    full: dict[str, torch.Size],
+    parts: dict[str, sharding.Part],
+) -> None:
+    """Make the weights. Random ones are made in their full shapes, so that parts are of those."""
     device = next(model.parameters()).device
     width = shape.hidden // shape.copies
     shared = torch.Generator(device=device).manual_seed(1)
@@ -126,13 +146,17 @@ def _fill(model: nn.Module, shape: Shape, eps: float) -> None:
         if "embed_tokens" in name:
             weight.copy_(embeddings.repeat(1, shape.copies))
         elif "lm_head" in name:
-            weight.copy_(head.repeat(1, shape.copies) / shape.copies)
+            rows = parts[name].of(head) if name in parts else head
+            weight.copy_(rows.repeat(1, shape.copies) / shape.copies)
         elif weight.ndim == 1:
             weight.fill_(1.0)
+        elif name in parts:
+            whole = torch.empty(full[name], dtype=weight.dtype, device=device)
+            weight.copy_(parts[name].of(whole.normal_(0, 0.02, generator=own)))
         else:
             weight.normal_(0, 0.02, generator=own)
-            if "o_proj" in name or "down_proj" in name:
-                weight.mul_(adds)
+        if "o_proj" in name or "down_proj" in name:
+            weight.mul_(adds)
     _reset_rotary(model)
 
 

@@ -5,6 +5,7 @@ ranking, logits   sampling parameters: raw logits -> normalised log-probabilitie
 verify            greedy and coupled picks, and acceptance by equality
 block, chains     block verification against sparse draft distributions
 sparse, draft     a draft's picks and truncated distributions
+shards            picks of rows whose vocabulary is spread over several ranks
 logprobs          log-probabilities to report
 row_params        parameters as cpu_sampler and cuda_sampler read them, the same in fused kernels
 """
@@ -43,6 +44,7 @@ from outrider.sampling.noise import (
     uniforms_at,
 )
 from outrider.sampling.philox import philox_torch
+from outrider.sampling.shards import join_candidates, shard_candidates
 from outrider.sampling.sparse import SparseRows, is_well_formed, point_mass, truncate_rows
 from outrider.sampling.verify import (
     coupled_picks,
@@ -69,6 +71,7 @@ __all__ = [
     "exponentials",
     "greedy_picks",
     "is_well_formed",
+    "join_candidates",
     "mask_tokens",
     "noise_bits",
     "noise_bits_torch",
@@ -82,6 +85,7 @@ __all__ = [
     "sample_sparse",
     "sample_sparse_many",
     "sample_sparse_rows",
+    "shard_candidates",
     "truncate",
     "truncate_rows",
     "uniforms",

@@ -1,6 +1,7 @@
 """The process of a worker: load the model, warm up, serve the worker protocol, drain."""
 
 import asyncio
+import hashlib
 import logging
 import os
 import re
@@ -14,19 +15,31 @@ import torch
 from outrider.config import setting
 from outrider.engine import cpu_kernels
 from outrider.engine.engine import Runner
+from outrider.engine.group import Group
+from outrider.engine.group_runner import Shard
 from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.loading import load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.quantised import SCHEMES, quantise
 from outrider.engine.rows import Rows
+from outrider.engine.shard_runner import ShardRunner
 from outrider.engine.surgery import optimise
 from outrider.errors import InvalidArgument
 from outrider.rpc.server import Server, ServerConfig
 from outrider.telemetry.service import Telemetry
 from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
+from outrider.worker.crew import Crew
 from outrider.worker.gathering import DEFAULT_MAX_PASSES
 from outrider.worker.metrics import watch_worker
+from outrider.worker.ranks import (
+    GroupConfig,
+    Layout,
+    device_of,
+    layout_of,
+    settings_of,
+    threads_of,
+)
 from outrider.worker.servicer import WorkerServicer
 from outrider.worker.traces import WorkTraces
 from outrider.worker.worker import Tier, Worker, WorkerLimits
@@ -37,7 +50,7 @@ _BLOCK_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class WorkerConfig(ServerConfig):
+class WorkerConfig(GroupConfig, ServerConfig):
     """What both tiers can be told."""
 
     model: str = setting("demo", help="hub id, folder, .gguf file, or demo")
@@ -55,7 +68,11 @@ class WorkerConfig(ServerConfig):
     )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N")
     threads: int = setting(0, help="CPU threads of one pass; 0: all cores")
-    kv_memory: str = setting("1GiB", help="memory for KV, for example 512MiB or 20GiB")
+    kv_memory: str = setting(
+        "1GiB",
+        help="memory for KV, for example 512MiB or 20GiB; on each rank of a group, which then "
+        "holds as many times as many tokens",
+    )
     context_length: int = setting(0, help="longest session in tokens; 0: what the model allows")
     max_rows: int = setting(512, help="rows of one pass; long prompts are cut into chunks")
     max_sessions: int = setting(4096, help="sessions known at once")
@@ -79,14 +96,25 @@ async def serve_worker(
     capabilities: Callable[[LoadedModel], tuple[str, ...]],
     telemetry: Telemetry,
 ) -> None:
-    """Serve until stopped. `make_tier` gets the model and the context length."""
+    """Serve until stopped. `make_tier` gets the model and the context length.
+
+    As a rank of a group other than rank 0 it serves nobody, and ends with rank 0. Raises
+    Unavailable when the group has lost a rank.
+    """
+    crew = Crew(config, layout_of(config, os.environ))
+    crew.start(settings_of(config, WorkerConfig), tier_name)
+    if not crew.leads:
+        await crew.supervise()
+        return
     server = Server(config, [service_name])
     # Everything of torch happens on one thread. Each thread that runs a parallel region has a pool
     # of OpenMP threads, and with two pools on the cores of one OpenMP stops spinning between
     # regions: a pass then takes a third longer.
     thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-engine")
     loop = asyncio.get_running_loop()
-    worker, loaded = await loop.run_in_executor(thread, _build, config, tier_name, make_tier)
+    worker, loaded = await crew.unless_lost(
+        loop.run_in_executor(thread, _build, config, tier_name, make_tier, crew)
+    )
     if telemetry.metrics is not None:
         watch_worker(telemetry.metrics, worker, tier=tier_name, model=loaded.name)
     if telemetry.spans is not None:
@@ -96,7 +124,13 @@ async def serve_worker(
     )
     add_servicer(server, servicer)
     running = loop.run_in_executor(thread, worker.run)
-    running.add_done_callback(lambda _: server.request_stop())
+    running.add_done_callback(crew.note_end)
+    for end in (running, crew.lost):
+        end.add_done_callback(lambda _: server.request_stop())
+
+    async def drain() -> None:
+        await crew.unless_lost(servicer.drain(config.drain_s), last=servicer.fail)
+
     try:
         await server.start()
         info = servicer.info()
@@ -110,23 +144,47 @@ async def serve_worker(
                 **({"metrics": telemetry.metrics_address} if telemetry.metrics_address else {}),
             }
         )
-        await server.until_stopped(lambda: servicer.drain(config.drain_s))
+        crew.arm()
+        await server.until_stopped(drain)
     finally:
         worker.stop()
-        await running
+        await crew.unless_lost(running)
+        await crew.end(thread)
 
 
 def _build(
-    config: WorkerConfig, tier_name: str, make_tier: Callable[[LoadedModel, int], Tier]
+    config: WorkerConfig,
+    tier_name: str,
+    make_tier: Callable[[LoadedModel, int], Tier],
+    crew: Crew | None = None,
 ) -> tuple[Worker, LoadedModel]:
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    layout = crew.layout if crew else Layout()
+    torch.set_num_threads(threads_of(config.threads, layout.here))
+    runner: Runner
+    if crew is None or layout.size == 1:
+        loaded, limits = load(config, tier_name, config.device)
+        runner = _make_runner(loaded, limits)
+    else:
+        device = device_of(config.device, 0, layout.here)
+        group = crew.meet(torch.device(device))
+        loaded, limits = load(config, tier_name, device, group)
+        runner = crew.lead(make_shard(loaded, limits, group))
+    tier = make_tier(loaded, limits.context_length)
+    return Worker(runner, tier, limits, vocab_size=loaded.vocab_size), loaded
+
+
+def load(
+    config: WorkerConfig, tier_name: str, device: str, group: Group | None = None
+) -> tuple[LoadedModel, WorkerLimits]:
+    """The model, or a rank's part of it, ready to run, and what the worker takes on."""
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     loaded = load_model(
         config.model,
         tier=tier_name,
         dtype=config.dtype,
-        device=config.device,
+        device=device,
         cache_dir=cache_dir,
+        group=group,
     )
     if loaded.device.type == "cpu":
         cpu_kernels.load(cache_dir)
@@ -138,7 +196,8 @@ def _build(
     loaded = quantise(loaded, config.quantize)
     context = min(config.context_length or loaded.context_length, loaded.context_length)
     memory = parse_bytes(config.kv_memory, field="kv_memory")
-    num_blocks = memory // (KvShape.of(loaded.config, loaded.dtype).token_bytes * _BLOCK_TOKENS)
+    shape = KvShape.of(loaded.config, loaded.dtype, loaded.ranks)
+    num_blocks = memory // (shape.token_bytes * _BLOCK_TOKENS)
     if num_blocks < 2:
         raise InvalidArgument(f"{config.kv_memory} is too little for any KV", field="kv_memory")
     limits = WorkerLimits(
@@ -149,9 +208,7 @@ def _build(
         session_idle_s=config.session_idle_s,
         gather_passes=config.gather_passes,
     )
-    runner = _make_runner(loaded, limits)
-    worker = Worker(runner, make_tier(loaded, context), limits, vocab_size=loaded.vocab_size)
-    return worker, loaded
+    return loaded, limits
 
 
 def _max_rows(asked: int, loaded: LoadedModel) -> int:
@@ -179,10 +236,48 @@ def _make_runner(loaded: LoadedModel, limits: WorkerLimits) -> Runner:
         logger.info("compiled and captured", extra={"seconds": round(seconds, 1)})
         return cuda_runner
     runner = ModelRunner(loaded, num_blocks=limits.num_blocks, block_tokens=_BLOCK_TOKENS)
+    _warm_up(runner, loaded)
+    return runner
+
+
+def make_shard(loaded: LoadedModel, limits: WorkerLimits, group: Group) -> Shard:
+    """A rank's part of a runner, warmed up together with the other ranks. Raises
+    FailedPrecondition where they are not set up alike."""
+    group.agree(
+        {
+            "the model's fingerprint": int.from_bytes(
+                hashlib.sha256(loaded.fingerprint.encode()).digest()[:7]
+            ),
+            "the number of KV blocks": limits.num_blocks,
+            "max_rows": limits.max_rows,
+            "context_length": limits.context_length,
+            "bytes of a number": loaded.dtype.itemsize,
+        }
+    )
+    shard: Shard
+    if loaded.device.type == "cuda":
+        from outrider.engine.cuda_shard import CudaShard
+
+        shard = CudaShard(
+            loaded,
+            group,
+            num_blocks=limits.num_blocks,
+            max_rows=limits.max_rows,
+            max_context=limits.context_length,
+        )
+        seconds = shard.warm_up()
+        logger.info("compiled and captured", extra={"seconds": round(seconds, 1)})
+    else:
+        shard = ShardRunner(loaded, group, num_blocks=limits.num_blocks, block_tokens=_BLOCK_TOKENS)
+        _warm_up(shard, loaded)
+    group.agree({"ready": 1})
+    return shard
+
+
+def _warm_up(runner: ModelRunner, loaded: LoadedModel) -> None:
     for rows in (1, 2, 5, 9, MAX_PROPOSAL_TOKENS // 4 + 1):
         token_ids = [i % loaded.vocab_size for i in range(rows)]
         runner.forward([Rows(token_ids, start=0, blocks=[0], num_logits=rows)])
-    return runner
 
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "": 1}

@@ -5,8 +5,9 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
 
 import outrider
@@ -20,6 +21,9 @@ PROTOCOL_VERSION = 1
 _MAX_BATCH = 1024
 _QUIET_S = 1.0
 """Between two rounds of a generation there is less than this."""
+_FAIL_S = 2.0
+_FLUSH_S = 0.1
+"""For the status of streams that have ended to leave."""
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
@@ -43,6 +47,7 @@ class WorkerServicer:
         self._incarnation = incarnation
         self._capabilities = capabilities
         self._outboxes: set[Outbox] = set()
+        self._failure = ""
 
     async def Run(
         self,
@@ -50,6 +55,7 @@ class WorkerServicer:
         context: "Context[worker_pb2.RunRequest, worker_pb2.RunResponse]",
     ) -> AsyncIterator[worker_pb2.RunResponse]:
         """Entries in, replies out, until the orchestrator ends the stream."""
+        await self._check_lives(context)
         outbox: Outbox = asyncio.Queue()
         self._outboxes.add(outbox)
         ready = Handover(asyncio.get_running_loop(), outbox.put_nowait)
@@ -66,6 +72,7 @@ class WorkerServicer:
         try:
             while (batch := await _next_batch(outbox)) is not None:
                 yield worker_pb2.RunResponse(replies=batch)
+            await self._check_lives(context)
         finally:
             self._outboxes.discard(outbox)
             reader.cancel()
@@ -97,6 +104,7 @@ class WorkerServicer:
         request: worker_pb2.InfoRequest,
         context: "Context[worker_pb2.InfoRequest, worker_pb2.InfoResponse]",
     ) -> worker_pb2.InfoResponse:
+        await self._check_lives(context)
         return self.info()
 
     def info(self) -> worker_pb2.InfoResponse:
@@ -127,7 +135,22 @@ class WorkerServicer:
             prefix_tokens=load.prefix_tokens,
             prefix_hit_tokens=load.prefix_hit_tokens,
             device_id=loaded.device_id,
+            tensor_parallel=loaded.ranks,
         )
+
+    async def fail(self, reason: str) -> None:
+        """The worker can do nothing any more: all streams end with UNAVAILABLE."""
+        self._failure = reason
+        for outbox in self._outboxes:
+            outbox.put_nowait(None)
+        deadline = time.monotonic() + _FAIL_S
+        while self._outboxes and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(_FLUSH_S)
+
+    async def _check_lives(self, context: "Context[Any, Any]") -> None:
+        if self._failure:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self._failure)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new sessions; end the streams when no round has come for a while, or the time

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,12 @@ class Parts:
 
     @contextlib.asynccontextmanager
     async def process(
-        self, role: str, *flags: str, wait: bool = True, **settings: Any
+        self,
+        role: str,
+        *flags: str,
+        wait: bool = True,
+        environ: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> AsyncIterator[tuple[Child, str]]:
         """A service and its address ("" where `wait` is False: it may not get to serve)."""
         self._number += 1
@@ -190,6 +195,7 @@ class Parts:
         prefix = f"OUTRIDER_{role.upper()}_"
         env = {prefix + key.upper(): str(value) for key, value in settings.items()}
         command = (*PROGRAMS[role], "--ready-file", str(ready), *flags)
+        env |= environ or {}
         child = await Child.start(name, command, self._folder / f"{name}.log", env)
         try:
             deadline = time.monotonic() + START_S
