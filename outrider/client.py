@@ -4,15 +4,17 @@
         async for chunk in client.generate([Message("user", "Why is the sky blue?")]):
             ...
 
-Every call has a deadline. A call that is refused with UNAVAILABLE before anything was emitted is
-tried again under the same request id, so that the server can tell; nothing else is. Errors are
-those of `outrider.errors`. Leaving the loop over `generate` early cancels the request.
+Every call has a deadline. A stream that breaks off is gone on with at once, at another of the
+client's servers or the same one: no token is lost, doubled or altered (outrider.client_resume). A
+call that is refused with UNAVAILABLE before anything came is tried again. Errors are those of
+`outrider.errors`. Leaving the loop over `generate` early cancels the request.
 """
 
 import asyncio
-import random
+import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +22,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message as ProtoMessage
 
+from outrider.client_resume import MendedStream, ResumePolicy, backoff_delays
+from outrider.client_servers import Servers
 from outrider.client_values import (
     Completion,
     GenerationChunk,
@@ -29,6 +33,8 @@ from outrider.client_values import (
     Prompt,
     RoundReport,
     Session,
+    SessionPage,
+    SessionSummary,
     Usage,
     collect,
 )
@@ -36,16 +42,16 @@ from outrider.client_wire import (
     chunk_from,
     fill,
     generate_request,
+    page_from,
     prompt_parts,
     session_from,
     values_from,
 )
-from outrider.errors import DeadlineExceeded, Unavailable
-from outrider.rpc.channel import ChannelSecurity, open_channel
+from outrider.errors import Cancelled, DeadlineExceeded, OutriderError, Unavailable
+from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.status import error_from_rpc
 from outrider.telemetry.calls import GenerateCall
 from outrider.v1 import generation_pb2
-from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 
 __all__ = [
     "Completion",
@@ -55,49 +61,70 @@ __all__ = [
     "ModelInfo",
     "OutriderClient",
     "Prompt",
+    "ResumePolicy",
     "RoundReport",
     "Session",
+    "SessionPage",
+    "SessionSummary",
     "Usage",
     "collect",
 ]
 
 MAX_CONNECT_S = 10.0
-POLL_S = 0.01
-KEEP_TRYING_S = 1.0
-"""Failed attempts to connect are repeated for so long: a busy machine may be late to answer one."""
+KEEPALIVE_S = 6.0
 
-RETRIES = 4
-FIRST_BACKOFF_S = 0.1
+_GIVE_UP_S = 2.0
+"""Seconds for telling a server that a stream was left."""
+
 _DEFAULTS = GenerationOptions()
+_RESUME = ResumePolicy()
 
 
 class OutriderClient:
-    """A connection to one server. Build it with `connect`; close it, or use `async with`."""
+    """A connection to one or several servers. Build it with `connect`; close it, or use
+    `async with`."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, timeout_s: float = 600.0) -> None:
-        self._channel = channel
+    def __init__(
+        self, servers: Servers, *, timeout_s: float = 600.0, resume: ResumePolicy | None = _RESUME
+    ) -> None:
+        self._servers = servers
         self._timeout_s = timeout_s
-        self._stub: Any = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._resume = resume
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @classmethod
     async def connect(
-        cls, *, address: str, security: ChannelSecurity | None = None, timeout_s: float = 600.0
+        cls,
+        *,
+        address: str | Sequence[str],
+        security: ChannelSecurity | None = None,
+        timeout_s: float = 600.0,
+        resume: ResumePolicy | None = _RESUME,
+        keepalive_s: float = KEEPALIVE_S,
     ) -> Self:
-        """Connect, or raise Unavailable after KEEP_TRYING_S where no server answers.
+        """Connect, or raise Unavailable shortly after all servers have refused.
 
+        `address` is one server or several of equal rights, tried in turn: "host:port",
+        "unix:/path", or a resolver's ("dns:///name:port") whose servers share the calls.
         `timeout_s` is the deadline of every call that names none; connecting takes at most
-        min(timeout_s, MAX_CONNECT_S).
+        min(timeout_s, MAX_CONNECT_S). `resume` None: a stream that breaks off raises what broke it.
+        A connection that is silent for `keepalive_s` and half as long again is given up.
         """
-        channel = open_channel(address, security)
+        addresses = [address] if isinstance(address, str) else list(address)
+        servers = Servers(addresses, security, keepalive_s=keepalive_s)
         try:
-            await _wait_ready(channel, address, min(timeout_s, MAX_CONNECT_S))
+            await servers.connect(min(timeout_s, MAX_CONNECT_S))
         except BaseException:
-            await channel.close()
+            await servers.close()
             raise
-        return cls(channel, timeout_s=timeout_s)
+        return cls(servers, timeout_s=timeout_s, resume=resume)
 
     async def close(self) -> None:
-        await self._channel.close()
+        self._closed = True
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=_GIVE_UP_S)
+        await self._servers.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -118,27 +145,48 @@ class OutriderClient:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[GenerationChunk, None]:
         """Stream a generation. Leaving the loop, or `aclose()`, cancels it on the server."""
-        request = generate_request(prompt, options)
+        request = generate_request(prompt, options, resumable=self._resume is not None)
         started = time.perf_counter()
         deadline = started + (self._timeout_s if timeout_s is None else timeout_s)
-        delays = _backoff()
+        left = True
         with GenerateCall(request) as told:
-            while True:
-                emitted = False
-                call = self._stub.Generate(
-                    request, timeout=_time_left(deadline), metadata=told.metadata
-                )
-                try:
-                    async for response in call:
-                        emitted = True
+            calls = _Calls(self._servers, told.metadata)
+            stream = MendedStream(calls, request, self._resume, deadline=deadline)
+            try:
+                async with aclosing(stream.responses()) as responses:
+                    async for response in responses:
                         told.responded(response)
-                        yield chunk_from(response, time.perf_counter() - started)
-                    return
-                except grpc.aio.AioRpcError as error:
-                    delay = _retry_delay(error, delays, deadline, emitted=emitted)
-                finally:
-                    call.cancel()
-                await asyncio.sleep(delay)
+                        yield chunk_from(
+                            response,
+                            time.perf_counter() - started,
+                            resumes=stream.resumes,
+                            interrupted_s=stream.interrupted_s,
+                        )
+                left = False
+            except OutriderError as error:
+                # Other errors have ended it there, too; one that was taken over is another's now.
+                left = isinstance(error, Unavailable | Cancelled)
+                raise
+            finally:
+                if left and not stream.finished:
+                    self._leave(stream, request)
+
+    def _leave(self, stream: MendedStream, request: generation_pb2.GenerateRequest) -> None:
+        """Tell a server that nobody will resume this one, which it cannot know otherwise."""
+        if self._closed or not request.resumable:
+            return
+        left = generation_pb2.CancelRequest(
+            session_id=stream.session_id,
+            request_id=request.request_id,
+            idempotency_key=request.idempotency_key,
+        )
+        task = asyncio.create_task(self._tell_left(left), name="leave-stream")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _tell_left(self, left: generation_pb2.CancelRequest) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._servers.stub(self._servers.current).Cancel(left, timeout=_GIVE_UP_S)
 
     async def complete(
         self,
@@ -150,56 +198,95 @@ class OutriderClient:
         """The whole generation; InternalError when tokens were lost, doubled or miscounted."""
         return collect([c async for c in self.generate(prompt, options, timeout_s=timeout_s)])
 
-    async def get_session(self, session_id: str, *, include_tokens: bool = False) -> Session:
+    async def get_session(
+        self, session_id: str, *, include_tokens: bool = False, include_text: bool = False
+    ) -> Session:
+        """Raises NotFound, PermissionDenied (another caller's)."""
         request = generation_pb2.GetSessionRequest()
-        fill(request, session_id=session_id, include_tokens=include_tokens)
-        response = await self._unary(self._stub.GetSession, request)
+        fill(
+            request,
+            session_id=session_id,
+            include_tokens=include_tokens,
+            include_text=include_text,
+        )
+        response = await self._unary("GetSession", request)
         return session_from(response)
 
+    async def list_sessions(self, *, page_size: int = 0, page_token: str = "") -> SessionPage:
+        """A page of your live sessions: running, interrupted, kept."""
+        request = generation_pb2.ListSessionsRequest()
+        fill(request, page_size=page_size, page_token=page_token)
+        return page_from(await self._unary("ListSessions", request))
+
+    async def delete_session(self, session_id: str) -> None:
+        """Remove a session everywhere, a running one too. Raises NotFound, PermissionDenied."""
+        request = generation_pb2.DeleteSessionRequest()
+        fill(request, session_id=session_id)
+        await self._unary("DeleteSession", request)
+
     async def list_models(self) -> tuple[ModelInfo, ...]:
-        response = await self._unary(self._stub.ListModels, generation_pb2.ListModelsRequest())
+        response = await self._unary("ListModels", generation_pb2.ListModelsRequest())
         return tuple(values_from(ModelInfo, model) for model in response.models)
 
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> tuple[int, ...]:
         """Token ids of a prompt, as `generate` would make them."""
         request = generation_pb2.TokenizeRequest(prompt=prompt_parts(prompt))
         fill(request, model=model)
-        return tuple((await self._unary(self._stub.Tokenize, request)).token_ids)
+        return tuple((await self._unary("Tokenize", request)).token_ids)
 
-    async def _unary(self, method: Callable[..., Awaitable[Any]], request: ProtoMessage) -> Any:
+    async def _unary(self, method: str, request: ProtoMessage) -> Any:
         deadline = time.perf_counter() + self._timeout_s
-        delays = _backoff()
+        delays = backoff_delays()
         while True:
+            server = self._servers.current
+            call: Callable[..., Awaitable[Any]] = getattr(self._servers.stub(server), method)
             try:
-                return await method(request, timeout=_time_left(deadline))
+                return await call(request, timeout=_time_left(deadline))
             except grpc.aio.AioRpcError as error:
-                delay = _retry_delay(error, delays, deadline, emitted=False)
+                failure = error_from_rpc(error)
+                delay = delays.pop(0) if delays else float("inf")
+                is_late = time.perf_counter() + delay >= deadline
+                if is_late or not isinstance(failure, Unavailable):
+                    raise failure from error
+            self._servers.failed(server)
             await asyncio.sleep(delay)
 
 
-async def _wait_ready(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
-    started = time.perf_counter()
-    failed = False
-    while time.perf_counter() - started < (min(KEEP_TRYING_S, timeout_s) if failed else timeout_s):
-        state = channel.get_state(try_to_connect=True)
-        if state is grpc.ChannelConnectivity.READY:
-            return
-        failed = state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
-        await asyncio.sleep(POLL_S)
-    if not failed:
-        raise Unavailable(f"{address} did not answer within {timeout_s:g} s")
-    reason = ""
-    stub: Any = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-    try:  # A call on a failed channel is refused at once, with the reason.
-        await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        reason = f": {error.details()}"
-    raise Unavailable(f"no Outrider server answers at {address}{reason}")
+class _Calls:
+    """The streams of the API at a client's servers; `metadata` goes with each."""
+
+    def __init__(self, servers: Servers, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._servers = servers
+        self._metadata = metadata
+        self.failed = servers.failed
+
+    @property
+    def current(self) -> int:
+        return self._servers.current
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    def generate(
+        self, server: int, request: generation_pb2.GenerateRequest, timeout_s: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        method = self._servers.stub(server).Generate
+        return _responses(method(request, timeout=timeout_s, metadata=self._metadata))
+
+    def resume(
+        self, server: int, request: generation_pb2.ResumeRequest, timeout_s: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        method = self._servers.stub(server).Resume
+        return _responses(method(request, timeout=timeout_s, metadata=self._metadata))
 
 
-def _backoff() -> Iterator[float]:
-    """Delays before each further attempt, doubling, each with up to 50% of jitter."""
-    return iter([FIRST_BACKOFF_S * 2**n * random.uniform(1, 1.5) for n in range(RETRIES)])
+async def _responses(call: Any) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+    """Those of a call, which is cancelled when nobody wants more of them."""
+    try:
+        async for response in call:
+            yield response
+    finally:
+        call.cancel()
 
 
 def _time_left(deadline: float) -> float:
@@ -207,16 +294,3 @@ def _time_left(deadline: float) -> float:
     if left <= 0:
         raise DeadlineExceeded("the time given ran out before the server answered")
     return left
-
-
-def _retry_delay(
-    error: grpc.aio.AioRpcError, delays: Iterator[float], deadline: float, *, emitted: bool
-) -> float:
-    """Seconds to wait before trying again; raises the error where that is not allowed."""
-    failure = error_from_rpc(error)
-    delay = next(delays, None)
-    if emitted or delay is None or not isinstance(failure, Unavailable):
-        raise failure from error
-    if time.perf_counter() + delay >= deadline:
-        raise failure from error
-    return delay

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 
 from outrider.errors import InternalError
 from outrider.types import (
+    Durability,
     FinishReason,
     PositionLogprobs,
+    SamplingParams,
+    SessionState,
     SpeculationStats,
     TokenSource,
     VerificationMode,
@@ -52,6 +55,7 @@ class GenerationOptions:
     session_id: str = ""
     keep_session: bool = False
     request_id: str = ""
+    durability: Durability | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +75,15 @@ class TimeStats:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Totals of a generation."""
+    """Totals of a generation; fields as in generation.proto."""
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     completion_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     time: TimeStats = field(default_factory=TimeStats)
+    takeovers: int = 0
+    tokens_sent_undurable: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +112,8 @@ class GenerationChunk:
 
     `elapsed_s` is the time from the call to this chunk on the client's clock. `text_segments` cuts
     `text` by where its tokens came from: (characters, source), in order. The last chunk alone has
-    `finish_reason`, `usage`, `cut_text` and `matched_stop`.
+    `finish_reason`, `usage`, `cut_text` and `matched_stop`. `resumes` says how often the stream had
+    broken off before it and was gone on with, `interrupted_s` how long that took in all.
     """
 
     session_id: str = ""
@@ -125,11 +132,14 @@ class GenerationChunk:
     matched_stop: str = ""
     rounds: tuple[RoundReport, ...] = ()
     elapsed_s: float = 0.0
+    resumes: int = 0
+    interrupted_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole generation. Times are seconds from the call; no tokens, no token times."""
+    """A whole generation. Times are seconds from the call; no tokens, no token times. `resumes` and
+    `interrupted_s` as in GenerationChunk."""
 
     session_id: str
     token_ids: tuple[int, ...]
@@ -146,6 +156,8 @@ class Completion:
     ttft_s: float | None
     last_token_s: float | None
     total_s: float
+    resumes: int = 0
+    interrupted_s: float = 0.0
 
     @property
     def stats(self) -> SpeculationStats:
@@ -175,14 +187,35 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StopOptions:
+    """When a generation was to stop; fields as in generation.proto."""
+
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRecord:
-    """One generation of a session; `finish_reason` is None while it runs or was cut off."""
+    """One generation of a session; fields as in generation.proto. `finish_reason` is None while it
+    runs or was cut off, `text` is empty unless asked for."""
 
     request_id: str
     start: int
     prompt_end: int
     seed: int
     finish_reason: FinishReason | None
+    mode: VerificationMode
+    sampling: SamplingParams
+    stop: StopOptions
+    logprobs: int | None
+    durability: Durability
+    text: str
+    matched_stop: str
+    cut_text: str
+    engine_versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +229,34 @@ class Session:
     ttl_seconds: int
     token_ids: tuple[int, ...]
     generations: tuple[GenerationRecord, ...]
+    state: SessionState
+    owner: str
+    age_seconds: int
+    tokenizer_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """A session as lists have it; fields as in generation.proto."""
+
+    session_id: str
+    model: str
+    length: int
+    num_generations: int
+    state: SessionState
+    ttl_seconds: int
+    age_seconds: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """Some of the caller's live sessions; `next_page_token` is empty on the last page, `total`
+    counts those of all pages."""
+
+    sessions: tuple[SessionSummary, ...]
+    next_page_token: str
+    total: int
 
 
 def collect(chunks: Iterable[GenerationChunk]) -> Completion:
@@ -233,4 +294,6 @@ def collect(chunks: Iterable[GenerationChunk]) -> Completion:
         ttft_s=times[0] if times else None,
         last_token_s=times[-1] if times else None,
         total_s=last.elapsed_s,
+        resumes=last.resumes,
+        interrupted_s=last.interrupted_s,
     )

@@ -15,10 +15,14 @@ from outrider.client_values import (
     Prompt,
     RoundReport,
     Session,
+    SessionPage,
+    SessionSummary,
+    StopOptions,
     TimeStats,
     Usage,
 )
 from outrider.errors import InvalidArgument
+from outrider.types import Durability
 from outrider.v1 import generation_pb2
 
 T = TypeVar("T")
@@ -36,11 +40,18 @@ def fill(message: ProtoMessage, **values: Any) -> None:
             raise InvalidArgument(f"{value!r} does not fit: {error}", field=name) from error
 
 
-def generate_request(prompt: Prompt, options: GenerationOptions) -> generation_pb2.GenerateRequest:
-    request = generation_pb2.GenerateRequest(prompt=prompt_parts(prompt))
+def generate_request(
+    prompt: Prompt, options: GenerationOptions, *, resumable: bool = False
+) -> generation_pb2.GenerateRequest:
+    """The request, named so that it may be sent again."""
+    request = generation_pb2.GenerateRequest(
+        prompt=prompt_parts(prompt), resumable=resumable, idempotency_key=secrets.token_urlsafe(16)
+    )
     chosen = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     if options.mode is not None:
         chosen["mode"] = wire.mode_to_proto(options.mode)
+    if options.durability is not None:
+        chosen["durability"] = wire.durability_to_proto(options.durability)
     chosen["request_id"] = chosen["request_id"] or secrets.token_urlsafe(16)
     for part in (request.sampling, request.stop, request.speculation, request):
         fields = {
@@ -68,7 +79,13 @@ def prompt_parts(prompt: Prompt) -> list[generation_pb2.PromptPart]:
     return [part]
 
 
-def chunk_from(response: generation_pb2.GenerateResponse, elapsed_s: float) -> GenerationChunk:
+def chunk_from(
+    response: generation_pb2.GenerateResponse,
+    elapsed_s: float,
+    *,
+    resumes: int = 0,
+    interrupted_s: float = 0.0,
+) -> GenerationChunk:
     return values_from(
         GenerationChunk,
         response,
@@ -83,15 +100,40 @@ def chunk_from(response: generation_pb2.GenerateResponse, elapsed_s: float) -> G
         usage=_usage(response.usage) if response.HasField("usage") else None,
         rounds=tuple(map(_round, response.rounds)),
         elapsed_s=elapsed_s,
+        resumes=resumes,
+        interrupted_s=interrupted_s,
     )
 
 
 def session_from(response: generation_pb2.GetSessionResponse) -> Session:
-    records = tuple(
-        values_from(GenerationRecord, g, finish_reason=wire.reason_from_proto(g.finish_reason))
-        for g in response.generations
+    return values_from(
+        Session,
+        response,
+        generations=tuple(map(_generation, response.generations)),
+        state=wire.state_from_proto(response.state),
     )
-    return values_from(Session, response, generations=records)
+
+
+def page_from(response: generation_pb2.ListSessionsResponse) -> SessionPage:
+    sessions = (
+        values_from(SessionSummary, summary, state=wire.state_from_proto(summary.state))
+        for summary in response.sessions
+    )
+    return SessionPage(tuple(sessions), response.next_page_token, response.total)
+
+
+def _generation(message: generation_pb2.Generation) -> GenerationRecord:
+    return values_from(
+        GenerationRecord,
+        message,
+        mode=wire.mode_from_proto(message.mode),
+        sampling=wire.sampling_from_proto(message.sampling),
+        stop=values_from(StopOptions, message.stop),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        durability=wire.durability_from_proto(message.durability, Durability.REQUIRE),
+        finish_reason=wire.reason_from_proto(message.finish_reason),
+        engine_versions=dict(message.engine_versions),
+    )
 
 
 def _round(report: generation_pb2.RoundReport) -> RoundReport:

@@ -13,6 +13,7 @@ OutriderError
 ├── Unavailable          a worker or the store is away; retry
 ├── Unsupported          understood, but this build or model cannot do it
 ├── Fenced               epoch, nonce or prefix does not match; dropped, never applied
+├── DataLoss             the store has less, or other, than was told; going on would alter it
 └── InternalError        a fault of ours
 """
 
@@ -78,6 +79,10 @@ class Unsupported(OutriderError):
 
 class Fenced(OutriderError):
     grpc_name = "ABORTED"
+
+
+class DataLoss(OutriderError):
+    grpc_name = "DATA_LOSS"
 
 
 class InternalError(OutriderError):

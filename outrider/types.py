@@ -51,6 +51,21 @@ class FinishReason(enum.Enum):
     CONTEXT_FULL = "context_full"
 
 
+class Durability(enum.Enum):
+    """What a stream does while the session store is away (docs/design.md §6)."""
+
+    REQUIRE = "require"
+    BEST_EFFORT = "best-effort"
+
+
+class SessionState(enum.Enum):
+    """What a session is doing."""
+
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    IDLE = "idle"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn from the target's logits; ranges as in common.proto."""
@@ -300,8 +315,10 @@ def chain_hash(previous: int, token_ids: Iterable[int]) -> int:
 
 
 def new_session_id() -> str:
-    """22 characters of [A-Za-z0-9_-], 128 random bits."""
-    return secrets.token_urlsafe(16)
+    """22 characters of [A-Za-z0-9_-], 128 random bits; no dash first, which command lines would
+    take for a flag."""
+    session_id = secrets.token_urlsafe(16)
+    return new_session_id() if session_id.startswith("-") else session_id
 
 
 def is_session_id(text: str) -> bool:

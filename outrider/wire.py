@@ -18,11 +18,13 @@ from outrider.types import (
     MAX_SPECULATIVE_TOKENS,
     DraftPlan,
     DraftReport,
+    Durability,
     FinishReason,
     GenerationSpec,
     PositionLogprobs,
     Proposal,
     SamplingParams,
+    SessionState,
     SparseDistribution,
     SpeculationStats,
     TokenSource,
@@ -52,6 +54,17 @@ _REASONS = {
     FinishReason.CONTEXT_FULL: generation_pb2.FINISH_REASON_CONTEXT_FULL,
 }
 _REASONS_BACK = {value: key for key, value in _REASONS.items()}
+_DURABILITIES = {
+    Durability.REQUIRE: generation_pb2.DURABILITY_REQUIRE,
+    Durability.BEST_EFFORT: generation_pb2.DURABILITY_BEST_EFFORT,
+}
+_DURABILITIES_BACK = {value: key for key, value in _DURABILITIES.items()}
+_STATES = {
+    SessionState.RUNNING: generation_pb2.SESSION_STATE_RUNNING,
+    SessionState.INTERRUPTED: generation_pb2.SESSION_STATE_INTERRUPTED,
+    SessionState.IDLE: generation_pb2.SESSION_STATE_IDLE,
+}
+_STATES_BACK = {value: key for key, value in _STATES.items()}
 _MAX_STOP_IDS = 64
 _MAX_PROPOSER_BYTES = 64
 _MAX_ADDRESS_BYTES = 256
@@ -90,6 +103,27 @@ def reason_to_proto(reason: FinishReason) -> "generation_pb2.FinishReason":
 
 def reason_from_proto(value: int) -> FinishReason | None:
     return _REASONS_BACK.get(value)  # type: ignore[call-overload,no-any-return]
+
+
+def durability_to_proto(durability: Durability) -> "generation_pb2.Durability":
+    return _DURABILITIES[durability]
+
+
+def durability_from_proto(value: int, default: Durability) -> Durability:
+    """What a request asks for; unspecified is the default."""
+    if value == generation_pb2.DURABILITY_UNSPECIFIED:
+        return default
+    require(value in _DURABILITIES_BACK, f"unknown durability {value}", "durability")
+    return _DURABILITIES_BACK[value]  # type: ignore[index]
+
+
+def state_to_proto(state: SessionState) -> "generation_pb2.SessionState":
+    return _STATES[state]
+
+
+def state_from_proto(value: int) -> SessionState:
+    """What a session is doing; idle where a server says what is not known here."""
+    return _STATES_BACK.get(value, SessionState.IDLE)  # type: ignore[call-overload,no-any-return]
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:

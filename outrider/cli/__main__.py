@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import __version__, errors
-from outrider.cli import bench, chat, generate, plan, simulate, top, up
+from outrider.cli import bench, chat, generate, plan, sessions, simulate, top, up
 from outrider.cli.progress import show_log
 from outrider.cli.stack import StackError
 
@@ -28,6 +28,7 @@ _HINTS: dict[type[errors.OutriderError], str] = {
     errors.AlreadyRunning: "wait until the session's running request has ended",
     errors.ResourceExhausted: "the server is full: try again later, or ask for fewer tokens",
     errors.DeadlineExceeded: "give it more time with --timeout SECONDS",
+    errors.DataLoss: "the session store has lost it: is Redis persistent, and not evicting?",
     errors.InternalError: "a fault of Outrider's; the logs of the services say more",
 }
 
@@ -38,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (up, generate, chat, bench, plan, simulate, top):
+    for command in (up, generate, chat, sessions, bench, plan, simulate, top):
         command.add_parser(subparsers)
     return parser
 

@@ -29,7 +29,7 @@ async def open_backend(
 ) -> AsyncGenerator[Backend, None]:
     """Connect; start a stack before and stop it after where no address is given."""
     if args.address:
-        async with await _connect(args, args.address) as client:
+        async with await connect(args) as client:
             yield Backend(client)
         return
     progress = StackProgress(console, quiet=quiet)
@@ -57,7 +57,8 @@ async def _cause(stack: LocalStack, error: Unavailable) -> Unavailable:
         return error
 
 
-async def _connect(args: argparse.Namespace, address: str) -> OutriderClient:
+async def connect(args: argparse.Namespace) -> OutriderClient:
+    """A client of the servers at --address."""
     return await OutriderClient.connect(
-        address=address, security=options.security(args), timeout_s=args.timeout
+        address=options.addresses(args), security=options.security(args), timeout_s=args.timeout
     )

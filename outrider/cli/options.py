@@ -60,11 +60,16 @@ def stack_config(args: argparse.Namespace) -> StackConfig:
     )
 
 
-def add_connection(parser: argparse.ArgumentParser) -> None:
-    """Where the server is."""
+def add_connection(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Where the server is; `required`: a stack of one's own would not do."""
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--address", default="", metavar="HOST:PORT", help="default: a stack of its own"
+        "--address",
+        default="",
+        required=required,
+        metavar="HOST:PORT",
+        help="one, or several of equal rights with commas between them; a resolver's as "
+        "dns:///name:port" + ("" if required else "; default: a stack of its own"),
     )
     group.add_argument("--ca-file", default="", metavar="PEM", help="verify the server; TLS on")
     group.add_argument("--cert-file", default="", metavar="PEM", help="client certificate")
@@ -73,6 +78,13 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="deadline of a call"
     )
+
+
+def addresses(args: argparse.Namespace) -> list[str]:
+    """Those that --address names; a resolver's may have commas of its own."""
+    text: str = args.address
+    scheme = text.partition(":")[0]
+    return [text] if scheme in ("dns", "ipv4", "ipv6") else [a for a in text.split(",") if a]
 
 
 def security(args: argparse.Namespace) -> ChannelSecurity:

@@ -43,9 +43,14 @@ class StreamPrinter:
 
     def _painted(self, text: str, source: TokenSource) -> str:
         if self._terminal:
-            text = text.translate(_CONTROL)
+            text = printable(text)
         code = COLOURS.get(source)
         return f"\x1b[{code}m{text}\x1b[0m" if code and self._colour else text
+
+
+def printable(text: str) -> str:
+    """Without what would steer a terminal; lines and tabs stay."""
+    return text.translate(_CONTROL)
 
 
 def segments(chunk: GenerationChunk) -> Iterator[tuple[str, TokenSource]]:
@@ -66,6 +71,11 @@ def stats_line(completion: Completion) -> str:
         parts.append(f"mean acceptance length {length:.2f}")
     if completion.ttft_s is not None:
         parts.append(f"first token {completion.ttft_s * 1000:.0f} ms")
+    if completion.resumes:
+        times = "once" if completion.resumes == 1 else f"{completion.resumes} times"
+        parts.append(f"resumed {times}, {completion.interrupted_s:.1f} s without a token")
+    if not completion.durable:
+        parts.append(f"{completion.usage.tokens_sent_undurable} tokens were told before stored")
     return " · ".join(parts)
 
 

@@ -11,9 +11,13 @@ from outrider.errors import InvalidArgument
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """Largest message that a channel or a server takes unless its config says otherwise."""
 
+KEEPALIVE_S = 20.0
+MIN_KEEPALIVE_S = 1.0
+"""Servers take pings that come more often for an attack."""
+
+_RESOLVERS = ("dns:", "ipv4:", "ipv6:")
+
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.bdp_probe", 0),
     # Also the time that one attempt to connect may take, so not too short for TLS on a busy host.
@@ -46,18 +50,29 @@ def open_channel(
     security: ChannelSecurity | None = None,
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    keepalive_s: float = KEEPALIVE_S,
 ) -> grpc.aio.Channel:
-    """A channel to `address` ("host:port" or "unix:/path"); it connects when first used.
+    """A channel to `address`; it connects when first used.
 
-    Each call makes a connection of its own, so that closing one channel leaves others alone.
+    "host:port" or "unix:/path" is one server, a resolver's address ("dns:///name:port",
+    "ipv4:1.2.3.4:1,5.6.7.8:1") several, which take turns.
+
+    A connection that has been silent for `keepalive_s` is asked for a sign of life, and given up
+    after half of that. Each call makes a connection of its own, so that closing one channel leaves
+    others alone.
     """
+    if not MIN_KEEPALIVE_S <= keepalive_s <= 3600:
+        raise InvalidArgument(f"{keepalive_s} is not in [1, 3600]", field="keepalive_s")
     security = security or ChannelSecurity()
-    options = [
+    options: list[tuple[str, int | str]] = [
         *_OPTIONS,
+        *keepalive_options(keepalive_s),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
     ]
+    if address.startswith(_RESOLVERS):
+        options.append(("grpc.lb_policy_name", "round_robin"))
     interceptors = _bearer_interceptors(security)
     _check_files(security)
     if not security.tls:
@@ -68,6 +83,16 @@ def open_channel(
         certificate_chain=_read(security.cert_file, "cert_file") if security.cert_file else None,
     )
     return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
+
+
+def keepalive_options(keepalive_s: float) -> list[tuple[str, int]]:
+    """For both ends of a connection: after so much silence the other one has half as long to give a
+    sign of life. The second limit alone would leave it a minute (the third one's default)."""
+    return [
+        ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_s * 500)),
+        ("grpc.http2.ping_timeout_ms", int(keepalive_s * 500)),
+    ]
 
 
 def _check_files(security: ChannelSecurity) -> None:

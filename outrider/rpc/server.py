@@ -20,12 +20,18 @@ from grpc_reflection.v1alpha import reflection
 from outrider.config import describe, load_config, setting
 from outrider.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.rpc.auth import Authenticator, AuthInterceptor
-from outrider.rpc.channel import MAX_MESSAGE_BYTES
+from outrider.rpc.channel import (
+    KEEPALIVE_S,
+    MAX_MESSAGE_BYTES,
+    MIN_KEEPALIVE_S,
+    keepalive_options,
+)
 from outrider.telemetry.logs import configure_logging
 from outrider.telemetry.service import PROTOCOLS, TelemetrySettings
 
 logger = logging.getLogger(__name__)
 
+_MIN_PING_MS = int(MIN_KEEPALIVE_S * 900)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -117,9 +123,8 @@ class Server:
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
-                ("grpc.keepalive_time_ms", 20_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                *keepalive_options(KEEPALIVE_S),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.bdp_probe", 0),
             ],

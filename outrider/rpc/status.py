@@ -24,6 +24,7 @@ _BY_NAME: dict[str, type[errors.OutriderError]] = {
         errors.Unavailable,
         errors.Unsupported,
         errors.Fenced,
+        errors.DataLoss,
         errors.InternalError,
     )
 }

@@ -341,6 +341,20 @@ _ORCHESTRATOR_METRICS = (
         (ORCHESTRATOR,),
         "Commits that were repeated because the store did not answer.",
     ),
+    _counter(
+        "outrider.takeovers",
+        "{generation}",
+        (),
+        (ORCHESTRATOR,),
+        "Generations that were gone on with from the store, at their clients' offsets.",
+    ),
+    _counter(
+        "outrider.tokens.sent_undurable",
+        "{token}",
+        (),
+        (ORCHESTRATOR,),
+        "Tokens that best-effort streams told before the store had them.",
+    ),
 )
 
 _WORKER_METRICS = (

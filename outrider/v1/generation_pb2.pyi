@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DURABILITY_UNSPECIFIED: _ClassVar[Durability]
+    DURABILITY_REQUIRE: _ClassVar[Durability]
+    DURABILITY_BEST_EFFORT: _ClassVar[Durability]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -16,12 +22,26 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
     FINISH_REASON_MAX_TOKENS: _ClassVar[FinishReason]
     FINISH_REASON_CONTEXT_FULL: _ClassVar[FinishReason]
+
+class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_STATE_UNSPECIFIED: _ClassVar[SessionState]
+    SESSION_STATE_RUNNING: _ClassVar[SessionState]
+    SESSION_STATE_INTERRUPTED: _ClassVar[SessionState]
+    SESSION_STATE_IDLE: _ClassVar[SessionState]
+DURABILITY_UNSPECIFIED: Durability
+DURABILITY_REQUIRE: Durability
+DURABILITY_BEST_EFFORT: Durability
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
 FINISH_REASON_MAX_TOKENS: FinishReason
 FINISH_REASON_CONTEXT_FULL: FinishReason
+SESSION_STATE_UNSPECIFIED: SessionState
+SESSION_STATE_RUNNING: SessionState
+SESSION_STATE_INTERRUPTED: SessionState
+SESSION_STATE_IDLE: SessionState
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
@@ -86,7 +106,7 @@ class SpeculationOptions(_message.Message):
     def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ..., fan_out: _Optional[int] = ..., report_rounds: bool = ..., max_speculative_tokens: _Optional[int] = ..., alternatives: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "model", "adapter", "prompt", "sampling", "stop", "speculation", "logprobs", "keep_session", "request_id")
+    __slots__ = ("session_id", "model", "adapter", "prompt", "sampling", "stop", "speculation", "logprobs", "keep_session", "request_id", "durability", "resumable", "idempotency_key")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +117,9 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KEEP_SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model: str
     adapter: str
@@ -107,7 +130,38 @@ class GenerateRequest(_message.Message):
     logprobs: int
     keep_session: bool
     request_id: str
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopCriteria, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., logprobs: _Optional[int] = ..., keep_session: bool = ..., request_id: _Optional[str] = ...) -> None: ...
+    durability: Durability
+    resumable: bool
+    idempotency_key: str
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopCriteria, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., logprobs: _Optional[int] = ..., keep_session: bool = ..., request_id: _Optional[str] = ..., durability: _Optional[_Union[Durability, str]] = ..., resumable: bool = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("session_id", "request_id", "offset", "text_chars", "tokens_hash")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TEXT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_HASH_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    request_id: str
+    offset: int
+    text_chars: int
+    tokens_hash: int
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., offset: _Optional[int] = ..., text_chars: _Optional[int] = ..., tokens_hash: _Optional[int] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("session_id", "request_id", "idempotency_key")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    request_id: str
+    idempotency_key: str
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class CancelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SpeculationStats(_message.Message):
     __slots__ = ("rounds", "proposed", "accepted", "recovered", "bonus", "plain", "proposed_by_position", "accepted_by_position", "dropped_proposals", "fallback_rounds", "buffer_hits", "buffer_misses")
@@ -160,18 +214,22 @@ class TimeStats(_message.Message):
     def __init__(self, draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., draft_compute_us: _Optional[int] = ..., verify_compute_us: _Optional[int] = ..., first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_worker_us: _Optional[int] = ..., verify_worker_us: _Optional[int] = ..., rounds_us: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_prompt_tokens", "completion_tokens", "speculation", "time")
+    __slots__ = ("prompt_tokens", "cached_prompt_tokens", "completion_tokens", "speculation", "time", "takeovers", "tokens_sent_undurable")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_SENT_UNDURABLE_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
     speculation: SpeculationStats
     time: TimeStats
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., time: _Optional[_Union[TimeStats, _Mapping]] = ...) -> None: ...
+    takeovers: int
+    tokens_sent_undurable: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., time: _Optional[_Union[TimeStats, _Mapping]] = ..., takeovers: _Optional[int] = ..., tokens_sent_undurable: _Optional[int] = ...) -> None: ...
 
 class TextSegment(_message.Message):
     __slots__ = ("length", "source")
@@ -257,15 +315,24 @@ class GenerateResponse(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., completion_index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_sources: _Optional[_Iterable[_Union[_common_pb2.TokenSource, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., durable: bool = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., cut_text: _Optional[str] = ..., matched_stop: _Optional[str] = ..., text_segments: _Optional[_Iterable[_Union[TextSegment, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session_id", "include_tokens")
+    __slots__ = ("session_id", "include_tokens", "include_text")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_TEXT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     include_tokens: bool
-    def __init__(self, session_id: _Optional[str] = ..., include_tokens: bool = ...) -> None: ...
+    include_text: bool
+    def __init__(self, session_id: _Optional[str] = ..., include_tokens: bool = ..., include_text: bool = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("request_id", "start", "prompt_end", "seed", "mode", "sampling", "finish_reason")
+    __slots__ = ("request_id", "start", "prompt_end", "seed", "mode", "sampling", "finish_reason", "stop", "logprobs", "durability", "text", "matched_stop", "cut_text", "engine_versions")
+    class EngineVersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     PROMPT_END_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +340,13 @@ class Generation(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
+    CUT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     start: int
     prompt_end: int
@@ -280,10 +354,65 @@ class Generation(_message.Message):
     mode: _common_pb2.VerificationMode
     sampling: _common_pb2.SamplingParams
     finish_reason: FinishReason
-    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., prompt_end: _Optional[int] = ..., seed: _Optional[int] = ..., mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+    stop: StopCriteria
+    logprobs: int
+    durability: Durability
+    text: str
+    matched_stop: str
+    cut_text: str
+    engine_versions: _containers.ScalarMap[str, str]
+    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., prompt_end: _Optional[int] = ..., seed: _Optional[int] = ..., mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[_Union[StopCriteria, _Mapping]] = ..., logprobs: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., text: _Optional[str] = ..., matched_stop: _Optional[str] = ..., cut_text: _Optional[str] = ..., engine_versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class SessionSummary(_message.Message):
+    __slots__ = ("session_id", "model", "length", "num_generations", "state", "ttl_seconds", "age_seconds", "request_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    model: str
+    length: int
+    num_generations: int
+    state: SessionState
+    ttl_seconds: int
+    age_seconds: int
+    request_id: str
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., length: _Optional[int] = ..., num_generations: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., ttl_seconds: _Optional[int] = ..., age_seconds: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "next_page_token", "total")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionSummary]
+    next_page_token: str
+    total: int
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total: _Optional[int] = ...) -> None: ...
+
+class DeleteSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class DeleteSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetSessionResponse(_message.Message):
-    __slots__ = ("session_id", "model", "length", "epoch", "generations", "token_ids", "ttl_seconds")
+    __slots__ = ("session_id", "model", "length", "epoch", "generations", "token_ids", "ttl_seconds", "state", "owner", "age_seconds", "tokenizer_fingerprint")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +420,10 @@ class GetSessionResponse(_message.Message):
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model: str
     length: int
@@ -298,7 +431,11 @@ class GetSessionResponse(_message.Message):
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     ttl_seconds: int
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., length: _Optional[int] = ..., epoch: _Optional[int] = ..., generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
+    state: SessionState
+    owner: str
+    age_seconds: int
+    tokenizer_fingerprint: str
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., length: _Optional[int] = ..., epoch: _Optional[int] = ..., generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ttl_seconds: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., owner: _Optional[str] = ..., age_seconds: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

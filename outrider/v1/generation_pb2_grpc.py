@@ -40,10 +40,30 @@ class GenerationServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/outrider.v1.GenerationService/Resume',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/outrider.v1.GenerationService/Cancel',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+                _registered_method=True)
         self.GetSession = channel.unary_unary(
                 '/outrider.v1.GenerationService/GetSession',
                 request_serializer=outrider_dot_v1_dot_generation__pb2.GetSessionRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_generation__pb2.GetSessionResponse.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/outrider.v1.GenerationService/ListSessions',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSession = channel.unary_unary(
+                '/outrider.v1.GenerationService/DeleteSession',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/outrider.v1.GenerationService/ListModels',
@@ -68,8 +88,40 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Goes on with a generation whose stream broke off, at any orchestrator, at once and where its
+        client is. Its former stream, if it still runs, ends with ABORTED. What has ended meanwhile is
+        told again while the session lives.
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Gives up a generation whose stream is gone, or runs elsewhere: what a resumable stream leaves
+        behind is freed at once. A kept session stays, as far as it is durable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSession(self, request, context):
         """Looks at a session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """The caller's live sessions: running, waiting to be resumed, or kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSession(self, request, context):
+        """Removes a session, a running one too: every key in the store, and its KV on both tiers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,10 +149,30 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     request_deserializer=outrider_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.ResumeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.CancelRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.CancelResponse.SerializeToString,
+            ),
             'GetSession': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSession,
                     request_deserializer=outrider_dot_v1_dot_generation__pb2.GetSessionRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_generation__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.ListSessionsRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'DeleteSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSession,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -152,6 +224,60 @@ class GenerationService(object):
             _registered_method=True)
 
     @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.GenerationService/Resume',
+            outrider_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/Cancel',
+            outrider_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetSession(request,
             target,
             options=(),
@@ -168,6 +294,60 @@ class GenerationService(object):
             '/outrider.v1.GenerationService/GetSession',
             outrider_dot_v1_dot_generation__pb2.GetSessionRequest.SerializeToString,
             outrider_dot_v1_dot_generation__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/ListSessions',
+            outrider_dot_v1_dot_generation__pb2.ListSessionsRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/DeleteSession',
+            outrider_dot_v1_dot_generation__pb2.DeleteSessionRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.DeleteSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ from outrider.errors import InvalidArgument
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
 from outrider.telemetry.service import TelemetrySettings
-from outrider.types import MAX_ALTERNATIVES, MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS
+from outrider.types import MAX_ALTERNATIVES, MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS, Durability
 from services.orchestrator.proposers import PROPOSER_NAMES
 
 DIRECT, RELAYED = "direct", "relayed"
@@ -69,6 +69,21 @@ class OrchestratorConfig(ServerConfig):
     session_ttl_s: float = setting(3600.0, help="seconds that a kept session lives unused")
     session_linger_s: float = setting(60.0, help="seconds that other sessions outlive their end")
     lease_s: float = setting(30.0, help="seconds after which a silent owner loses a session")
+    session_resume_s: float = setting(
+        30.0, help="seconds that a resumable session waits for its client when its stream broke off"
+    )
+    max_sessions_per_caller: int = setting(
+        10_000, help="live sessions of one caller (running, interrupted, kept); 0: no limit"
+    )
+    durability: str = setting(
+        Durability.REQUIRE.value,
+        help="while the store is away, unless a request says: tell nothing that is not stored, or "
+        "go on from memory (best-effort)",
+        choices=tuple(durability.value for durability in Durability),
+    )
+    store_wait_s: float = setting(
+        0.5, help="seconds that a best-effort chunk waits for a store that has kept up so far"
+    )
     trace_sample_rate: float | None = setting(
         None,
         help="share of requests that are traced, where they are not part of a trace already; "
@@ -86,6 +101,7 @@ class OrchestratorConfig(ServerConfig):
             ("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS),
             ("fan_out", self.fan_out, 0, MAX_FAN_OUT),
             ("alternatives", self.alternatives, -1, MAX_ALTERNATIVES),
+            ("max_sessions_per_caller", self.max_sessions_per_caller, 0, 1_000_000),
             ("trace_every", self.trace_every, 0, (1 << 31) - 1),
         ):
             if not least <= value <= most:

@@ -1,19 +1,17 @@
-"""One generation from its request to its last response: decoding, committing, sending.
+"""One generation from its request, or from where another has left it, to its last response.
 
-Two things run side by side. `_decode` goes through the rounds and never waits for the store;
-`responses` commits what came out and yields it once it is durable.
+Three things run side by side. `_decode` goes through the rounds and never waits for the store;
+`responses` has what came out committed and yields it then; `_keep_lease` renews the lease.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-import outrider
-from outrider.errors import InternalError, OutriderError, Unavailable
+from outrider.errors import Fenced, InternalError, OutriderError, Unavailable
 from outrider.remote.link import WorkerLink
 from outrider.remote.session import RemoteSession, Routing
 from outrider.speculation.controller import AdaptiveController, Limits
@@ -22,24 +20,20 @@ from outrider.speculation.load import ProposerPool
 from outrider.token_log import TokenLog
 from outrider.types import Fence, FinishReason, GenerationSpec, SpeculationStats
 from outrider.v1 import generation_pb2, worker_pb2
-from outrider.wire import (
-    logprobs_to_proto,
-    reason_to_proto,
-    sources_to_proto,
-    stats_to_proto,
-)
+from services.orchestrator.closing import close_everywhere
 from services.orchestrator.config import DIRECT
 from services.orchestrator.controller import Controller, FixedLength
 from services.orchestrator.decoder import (
     Decoder,
     DirectDraft,
     Piece,
-    RoundRecord,
     RoundTimes,
 )
+from services.orchestrator.durable import DurableGeneration
 from services.orchestrator.learned import Learned
 from services.orchestrator.metrics import Progress
 from services.orchestrator.models import ModelRegistry, ServedModel
+from services.orchestrator.notes import NoteFormat
 from services.orchestrator.observed import RequestWatch
 from services.orchestrator.proposers import (
     DRAFT,
@@ -48,11 +42,13 @@ from services.orchestrator.proposers import (
     NgramLookup,
     Proposer,
 )
+from services.orchestrator.records import record_of
 from services.orchestrator.requests import GenerationPlan
-from services.orchestrator.stopping import OutputStream
+from services.orchestrator.responses import in_parts, response_of, usage_of
+from services.orchestrator.stopping import OutputStream, Released
 from services.orchestrator.store import SessionStore
-from services.orchestrator.store_commit import CommitQueue
-from services.orchestrator.store_values import GenerationRecord
+from services.orchestrator.takeover import Taken
+from services.orchestrator.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +64,7 @@ class Surroundings:
     registry: ModelRegistry
     lease_s: float
     store_retry_s: float
+    store_wait_s: float
     draft_timeout_s: float
     target_wait_s: float
     drafting: str
@@ -92,8 +89,12 @@ class Generation:
         *,
         arrived: float,
         deadline: float,
+        taken: Taken | None = None,
     ) -> None:
-        self._plan = plan
+        """`log` is the session's before the prompt, which is appended; with `taken` it has all."""
+        self.plan = plan
+        self.finish_reason: FinishReason | None = None
+        """Why it ended; None while it runs, and where it was cut off."""
         self._watch = watch
         self._model = model
         self._fence = fence
@@ -102,9 +103,24 @@ class Generation:
         self._around = surroundings
         self._arrived = arrived
         self._deadline = deadline
-        self._start_len = len(log)
-        self._start_hash = log.prefix_hash(len(log))
+        self._taken = taken
+        if taken:
+            registry, before = surroundings.registry, taken.totals
+            registry.remember(plan.session_id, "target", before.target)
+            registry.remember(plan.session_id, "draft", before.draft)
         log.append(plan.prompt_ids)
+        self._notes = NoteFormat(plan.logprobs)
+        self._durable = DurableGeneration(
+            plan,
+            surroundings.store,
+            fence,
+            tenant=routing.tenant,
+            deadline=deadline,
+            lease_s=surroundings.lease_s,
+            retry_s=surroundings.store_retry_s,
+            wait_s=surroundings.store_wait_s,
+            on_commit=watch.on_commit,
+        )
         self._remotes: list[RemoteSession] = []
         self._numbers = itertools.count(1)
         self._output = OutputStream(model.tokenizer, plan.rules, prompt_len=plan.prompt_len)
@@ -126,60 +142,66 @@ class Generation:
             report_rounds=plan.report_rounds,
             direct=self._direct,
         )
-        self._commits: CommitQueue | None = None
-        self._finished: FinishReason | None = None
+        self._pieces: asyncio.Queue[Piece | OutriderError] = asyncio.Queue(_MAX_PIECES_AHEAD)
         self._failure: OutriderError | None = None
-        self._first_token_us = 0
+        """What is raised once all that came before it is told."""
+        self._superseded: OutriderError | None = None
+        self._ended_by: OutriderError | None = None
+        self._offset = taken.told.offset if taken else 0
         self._stats = SpeculationStats()
         self._times = RoundTimes()
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs, and where it was cut off."""
-        return self._finished
+        self._first_token_us = taken.totals.first_token_us if taken else 0
+        self._sent_undurable = taken.totals.sent_undurable if taken else 0
 
     @property
     def progress(self) -> Progress:
-        """What it has counted so far."""
-        return Progress(
-            self._stats,
-            self._times,
-            self._output.num_released,
-            self._plan.prompt_len,
-            self._decoder.target.reused if self._decoder.target else 0,
-        )
+        """What has been counted here so far; what a former owner did is counted there."""
+        released, taken = self._output.num_released, self._taken
+        reused = self._decoder.target.reused if self._decoder.target else 0
+        if taken:
+            told = len(taken.token_ids)
+            return Progress(self._stats, self._times, max(released - told, 0), 0, 0)
+        return Progress(self._stats, self._times, released, self.plan.prompt_len, reused)
 
     async def responses(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """What the client gets, each response once its tokens are in the store."""
-        pieces: asyncio.Queue[Piece | OutriderError] = asyncio.Queue(_MAX_PIECES_AHEAD)
-        tasks = [
-            asyncio.create_task(self._decode(pieces), name="decode"),
-            asyncio.create_task(self._renew(), name="renew-lease"),
-        ]
+        tasks: list[asyncio.Task[None]] = []
         try:
-            commits = await self._begin()
-            offset = 0
-            while self._finished is None:
-                piece = await self._next_piece(pieces)
-                commits.append(piece.released.token_ids)
-                await commits.wait_durable(commits.verified_len)
-                self._account(piece)
-                if piece.released.finish_reason is not None:
-                    await self._finish(piece.released.finish_reason)
-                yield self._response(piece, offset)
-                offset += len(piece.released.token_ids)
+            again = self._restore(self._taken) if self._taken else Released()
+            if again.finish_reason is None:
+                tasks.append(asyncio.create_task(self._decode(), name="decode"))
+            tasks.append(asyncio.create_task(self._keep_lease(), name="keep-lease"))
+            if self._taken is None:
+                await self._begin()
+            if again != Released():
+                for part in in_parts(again):
+                    yield await self._response(_nothing_but(part), durable=True)
+            while self.finish_reason is None:
+                piece = await self._next_piece()
+                yield await self._response(piece, durable=await self._commit(piece))
+        except OutriderError as error:
+            self._ended_by = await self._explained(error)
+            raise self._ended_by from error
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            if tasks:
+                await asyncio.wait(tasks)
 
-    async def _next_piece(self, pieces: "asyncio.Queue[Piece | OutriderError]") -> Piece:
+    def supersede(self, error: OutriderError) -> None:
+        """End the stream by this error: somebody else goes on with the generation."""
+        while not self._pieces.empty():
+            self._pieces.get_nowait()
+        self._failure = self._superseded = error
+        self._pieces.put_nowait(error)
+
+    async def _next_piece(self) -> Piece:
         """All that is there, as one: whoever lags behind the decoding catches up."""
-        piece = self._failure or await pieces.get()
+        piece = self._failure or await self._pieces.get()
         if isinstance(piece, OutriderError):
             raise piece
-        while not pieces.empty():
-            later = pieces.get_nowait()
+        while not self._pieces.empty():
+            later = self._pieces.get_nowait()
             if isinstance(later, OutriderError):
                 self._failure = later  # What came before it is told first.
                 break
@@ -189,92 +211,93 @@ class Generation:
     async def end(self) -> None:
         """Free everything: on the workers, and in the store what is not to be kept."""
         self._controller.close()
+        ended_well = self.finish_reason is not None
         for remote in self._remotes:
             remote.settle()
-            if self._finished is None:
+            if not ended_well:
                 remote.cancel()
-            if self._finished is None or not self._plan.keep:
+            if not ended_well or not self.plan.keep:
                 is_draft = remote.link.tier == "draft"
                 remote.close(opened_by_others=is_draft and self._direct is not None)
             remote.link.active -= 1
-        if self._commits:
-            await self._commits.close()
-        if self._finished is None:
-            with contextlib.suppress(OutriderError):
-                await self._abandon()
-        if not self._plan.keep:
-            self._around.registry.forget(self._plan.session_id)
+        if self._taken and not (ended_well and self.plan.keep):
+            # Its former owners may have had it elsewhere.
+            used = [remote.link for remote in self._remotes]
+            close_everywhere(self._around.registry, self._fence, self._routing.tenant, but=used)
+        await self._durable.let_go(self._ended_by)
+        if not self.plan.keep and not isinstance(self._ended_by, Fenced):
+            self._around.registry.forget(self.plan.session_id)
         self._log_end()
 
-    async def _decode(self, pieces: "asyncio.Queue[Piece | OutriderError]") -> None:
+    async def _decode(self) -> None:
         try:
             async for piece in self._decoder.pieces():
-                await pieces.put(piece)
+                await self._pieces.put(piece)
         except OutriderError as error:
-            await pieces.put(error)
+            await self._pieces.put(error)
         except Exception as error:
             logger.exception("decoding failed")
-            await pieces.put(InternalError(f"decoding failed: {type(error).__name__}"))
+            await self._pieces.put(InternalError(f"decoding failed: {type(error).__name__}"))
 
-    async def _begin(self) -> CommitQueue:
-        plan, log = self._plan, self._log
-        prefix_hash = log.prefix_hash(plan.prompt_len)
-        await self._around.store.begin(
-            self._fence,
-            from_len=self._start_len,
-            from_hash=self._start_hash,
-            token_ids=plan.prompt_ids,
-            new_hash=prefix_hash,
-            generation=GenerationRecord(
-                request_id=plan.request_id,
-                start=self._start_len,
-                prompt_end=plan.prompt_len,
-                sampling=plan.sampling,
-                mode=plan.mode,
-                max_tokens=plan.rules.max_tokens,
-                min_tokens=plan.rules.min_tokens,
-                stop_ids=tuple(sorted(plan.rules.stop_token_ids)),
-                stop_strings=plan.rules.stop_strings,
-                ignore_eos=plan.rules.ignore_eos,
-                logprobs=plan.logprobs,
-                engine_versions={
-                    "outrider": outrider.__version__,
-                    "target": self._model.info.version,
-                    "model": self._model.info.model_fingerprint,
-                },
-            ),
+    async def _begin(self) -> None:
+        record = record_of(self.plan, self._model, epoch=self._fence.epoch)
+        await self._durable.begin(record, self._log, self._notes.width)
+
+    def _restore(self, taken: Taken) -> Released:
+        """Take up what a former owner has left; what the client lacks of it."""
+        self._durable.take_up(len(self._log), self._log.prefix_hash(len(self._log)))
+        text = self._output.restore(
+            taken.token_ids, taken.sources, told_chars=taken.told.text_chars
         )
-        self._commits = CommitQueue(
-            self._around.store,
-            self._fence,
-            durable_len=plan.prompt_len,
-            prefix_hash=prefix_hash,
-            retry_for_s=self._around.store_retry_s,
-            on_commit=self._watch.on_commit,
-        )
-        return self._commits
+        return taken.untold(text)
 
-    async def _renew(self) -> None:
-        """Keep the lease while no commit does, during a long prefill say."""
-        while True:
-            await asyncio.sleep(self._around.lease_s / 3)
-            with contextlib.suppress(OutriderError):
-                await self._around.store.renew(self._fence)
+    async def _keep_lease(self) -> None:
+        self.supersede(await self._durable.keep_lease(at_once=self._taken is not None))
 
-    async def _finish(self, reason: FinishReason) -> None:
-        await self._around.store.finish(self._fence, finish_reason=reason, keep=self._plan.keep)
-        self._finished = reason
+    async def _explained(self, error: OutriderError) -> OutriderError:
+        if error is not self._superseded:
+            error = await self._durable.explained(error)
+        if isinstance(error, Fenced):
+            return Fenced(f"the session was taken over, this stream ends here: {error.message}")
+        return error
 
-    async def _abandon(self) -> None:
-        """The generation was cut off: a session that is kept stays as far as it is durable."""
-        if self._plan.keep or self._plan.continues:
-            await self._around.store.finish(self._fence, finish_reason=None, keep=True)
-        else:
-            await self._around.store.delete(self._fence)
+    async def _commit(self, piece: Piece) -> bool:
+        """Have a piece stored, and the totals with it; whether it is."""
+        released = piece.released
+        self._stats += piece.stats
+        self._times += piece.times
+        self._watch.rounds(piece.rounds)
+        notes = self._notes.pack(released.sources, released.logprobs)
+        durable = await self._durable.commit(released.token_ids, notes, self._totals())
+        if not durable:
+            self._sent_undurable += len(released.token_ids)
+        if not self._first_token_us:
+            self._first_token_us = self._elapsed_us()
+            self._watch.first_token()
+        return durable
+
+    async def _response(self, piece: Piece, *, durable: bool) -> generation_pb2.GenerateResponse:
+        """The response that tells of a piece; with the last one the generation has finished."""
+        released = piece.released
+        if released.finish_reason is not None:
+            totals = self._totals()
+            durable = await self._durable.finish(released, totals, durable=durable)
+            self.finish_reason = released.finish_reason
+        response = response_of(self.plan, piece, offset=self._offset, durable=durable)
+        self._offset += len(released.token_ids)
+        if released.finish_reason is not None:
+            usage = usage_of(
+                self.plan,
+                totals,
+                completion_tokens=self._output.num_released,
+                takeovers=self._taken.takeovers if self._taken else 0,
+            )
+            response.usage.CopyFrom(usage)
+        return response
 
     def _make_proposers(self) -> dict[str, Proposer]:
         """Those that the request may use, the first one preferred."""
-        plan, found = self._plan, dict[str, Proposer]()
+        plan, found = self.plan, dict[str, Proposer]()
         if plan.num_speculative_tokens == 0:
             return found
         if plan.proposer != NGRAM:
@@ -287,7 +310,7 @@ class Generation:
         return found
 
     def _make_draft(self) -> DraftModel | None:
-        plan, around = self._plan, self._around
+        plan, around = self.plan, self._around
         link = around.registry.pick_draft(self._model, plan.session_id)
         if link is None or link.info is None:
             return None
@@ -306,7 +329,7 @@ class Generation:
         )
 
     def _make_controller(self) -> Controller:
-        plan, around = self._plan, self._around
+        plan, around = self.plan, self._around
         if plan.num_speculative_tokens is not None or not self._proposers:
             length = plan.num_speculative_tokens if self._proposers else 0
             return FixedLength(length or 0, next(iter(self._proposers), ""), self._fan_out)
@@ -326,21 +349,21 @@ class Generation:
         """Outcomes to prepare for: none where drafting takes the target's device from it."""
         if "ahead" not in draft.capabilities:
             return 0
-        if self._plan.fan_out is not None:
-            return self._plan.fan_out
+        if self.plan.fan_out is not None:
+            return self.plan.fan_out
         if draft.device_id == self._model.info.device_id:
             return 0
         return self._around.fan_out
 
     def _find_target(self) -> RemoteSession:
-        link = self._around.registry.pick_target(self._model, self._plan.session_id)
-        return self._remote(link, self._plan.spec)
+        link = self._around.registry.pick_target(self._model, self.plan.session_id)
+        return self._remote(link, self.plan.spec)
 
     async def _wait_for_target(self) -> None:
         loop = asyncio.get_running_loop()
         wait_s = min(self._around.target_wait_s, self._deadline - time.monotonic())
         await self._around.registry.wait_for_target(
-            self._model, self._plan.session_id, loop.time() + wait_s
+            self._model, self.plan.session_id, loop.time() + wait_s
         )
 
     def _remote(self, link: WorkerLink, spec: GenerationSpec) -> RemoteSession:
@@ -349,82 +372,46 @@ class Generation:
         self._remotes.append(remote)
         return remote
 
-    def _account(self, piece: Piece) -> None:
-        if not self._first_token_us:
-            self._first_token_us = self._elapsed_us()
-            self._watch.first_token()
-        self._stats += piece.stats
-        self._times += piece.times
-        self._watch.rounds(piece.rounds)
-
-    def _response(self, piece: Piece, offset: int) -> generation_pb2.GenerateResponse:
-        released = piece.released
-        response = generation_pb2.GenerateResponse(
-            session_id=self._plan.session_id,
-            offset=offset,
-            token_ids=released.token_ids,
-            token_sources=sources_to_proto(released.sources),
-            text=released.text,
-            text_segments=[
-                generation_pb2.TextSegment(length=length, source=source)
-                for (length, _), source in zip(
-                    released.segments,
-                    sources_to_proto(source for _, source in released.segments),
-                    strict=True,
-                )
-            ],
-            logprobs=logprobs_to_proto(released.logprobs),
-            durable=True,
-            seed=self._plan.sampling.seed,
-            speculation=stats_to_proto(piece.stats),
-            cut_text=released.cut_text,
-            matched_stop=released.matched_stop,
-        )
-        if self._plan.report_rounds:
-            response.rounds.extend(map(_round_to_proto, piece.rounds))
-        if released.finish_reason is not None:
-            response.finish_reason = reason_to_proto(released.finish_reason)
-            response.usage.CopyFrom(self._usage())
-        return response
-
-    def _usage(self) -> generation_pb2.Usage:
-        target = self._decoder.target
-        return generation_pb2.Usage(
-            prompt_tokens=self._plan.prompt_len,
-            cached_prompt_tokens=target.reused if target else 0,
-            completion_tokens=self._output.num_released,
-            speculation=stats_to_proto(self._stats),
-            time=generation_pb2.TimeStats(
-                draft_us=self._times.draft_us,
-                verify_us=self._times.verify_us,
-                draft_compute_us=self._times.draft_compute_us,
-                verify_compute_us=self._times.verify_compute_us,
-                draft_worker_us=self._times.draft_worker_us,
-                verify_worker_us=self._times.verify_worker_us,
-                rounds_us=self._times.rounds_us,
-                first_token_us=self._first_token_us,
-                total_us=self._elapsed_us(),
-            ),
+    def _totals(self) -> Totals:
+        """Those of all owners, up to now."""
+        stats, times, target = self._stats, self._times, self._decoder.target
+        drafts = [remote.link.address for remote in self._remotes if remote.link.tier == "draft"]
+        cached = target.reused if target else 0
+        if self._taken:
+            before = self._taken.totals
+            stats, times, cached = before.stats + stats, before.times + times, before.cached
+        return Totals(
+            stats=stats,
+            times=times,
+            first_token_us=self._first_token_us or self._elapsed_us(),
+            total_us=self._elapsed_us(),
+            cached=cached,
+            sent_undurable=self._sent_undurable,
+            target=target.link.address if target else "",
+            draft=drafts[-1] if drafts else "",
         )
 
     def _elapsed_us(self) -> int:
         return int((time.monotonic() - self._arrived) * 1e6)
 
     def _log_end(self) -> None:
+        stats, reason = self._totals().stats, self.finish_reason
         logger.info(
             "generation ended",
             extra={
-                "request_id": self._plan.request_id,
-                "session_id": self._plan.session_id,
+                "request_id": self.plan.request_id,
+                "session_id": self.plan.session_id,
                 "tenant": self._routing.tenant,
                 "traceparent": self._routing.traceparent,
-                "prompt_tokens": self._plan.prompt_len,
+                "prompt_tokens": self.plan.prompt_len,
                 "completion_tokens": self._output.num_released,
-                "finish_reason": self._finished.value if self._finished else "cut off",
-                "rounds": self._stats.rounds,
-                "proposed": self._stats.proposed,
-                "accepted": self._stats.accepted,
-                "fallback_rounds": self._stats.fallback_rounds,
+                "finish_reason": reason.value if reason else "cut off",
+                "takeovers": self._taken.takeovers if self._taken else 0,
+                "sent_undurable": self._sent_undurable,
+                "rounds": stats.rounds,
+                "proposed": stats.proposed,
+                "accepted": stats.accepted,
+                "fallback_rounds": stats.fallback_rounds,
                 "seconds": round(time.monotonic() - self._arrived, 3),
             },
         )
@@ -446,24 +433,6 @@ def num_alternatives(
     return default if default >= 0 else int(target.device.startswith("cuda"))
 
 
-def _round_to_proto(record: RoundRecord) -> generation_pb2.RoundReport:
-    seen, decision = record.seen, record.decision
-    report = generation_pb2.RoundReport(
-        proposed=seen.num_proposed,
-        accepted=seen.num_accepted,
-        draft_us=int(seen.draft_s * 1e6),
-        verify_us=int(seen.verify_s * 1e6),
-        round_us=int(seen.total_s * 1e6),
-        batch_rows=seen.batch_rows,
-        context_len=seen.context_len,
-        next_num_speculative_tokens=record.next_length,
-        next_fan_out=record.next_fan_out,
-    )
-    if seen.hit is not None:
-        report.hit = seen.hit
-    if decision is not None:
-        report.next_proposer = decision.proposer
-        report.expected_tokens_per_s = decision.tokens_per_s
-        report.plain_tokens_per_s = decision.plain_tokens_per_s
-        report.inputs.update(decision.inputs)
-    return report
+def _nothing_but(released: Released) -> Piece:
+    """A piece that no round has brought."""
+    return Piece(released, SpeculationStats(), RoundTimes())

@@ -180,6 +180,8 @@ def watch_store(metrics: Metrics, tally: StoreTally) -> None:
         ],
     )
     metrics.observe("outrider.store.commit.retries", lambda: [(tally.commit_retries, NO_LABELS)])
+    metrics.observe("outrider.takeovers", lambda: [(tally.takeovers, NO_LABELS)])
+    metrics.observe("outrider.tokens.sent_undurable", lambda: [(tally.sent_undurable, NO_LABELS)])
     metrics.observe(
         "outrider.fences", lambda: [(tally.fenced, {"tier": ORCHESTRATOR, "reason": "store"})]
     )

@@ -108,6 +108,12 @@ class ModelRegistry:
         drafts = any(_fits(link, model) for link in self._drafts)
         return ["draft", "ngram"] if drafts else ["ngram"]
 
+    def remember(self, session_id: str, tier: str, address: str) -> None:
+        """Where another orchestrator had the session: its KV is there."""
+        for link in self.links(tier):
+            if link.address == address:
+                self._places[tier, session_id] = link
+
     def forget(self, session_id: str) -> None:
         """The session has ended; where it was does not matter any more."""
         for tier in ("target", "draft"):

@@ -1,5 +1,7 @@
 """From a GenerateRequest to checked values; everything wrong with it is said here."""
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +10,7 @@ from outrider.types import (
     MAX_FAN_OUT,
     MAX_LOGPROBS,
     MAX_SPECULATIVE_TOKENS,
+    Durability,
     GenerationSpec,
     SamplingParams,
     VerificationMode,
@@ -19,6 +22,7 @@ from outrider.v1 import generation_pb2
 from outrider.wire import (
     check_alternatives,
     check_token_ids,
+    durability_from_proto,
     mode_from_proto,
     require,
     sampling_from_proto,
@@ -57,6 +61,14 @@ class GenerationPlan:
     """None: the server's default."""
     report_rounds: bool
     logprobs: int | None
+    durability: Durability = Durability.REQUIRE
+    resumable: bool = False
+    idempotency_key: str = ""
+
+    @property
+    def stays(self) -> bool:
+        """The session outlives a generation that is cut off."""
+        return self.keep or self.continues
 
     @property
     def spec(self) -> GenerationSpec:
@@ -80,6 +92,7 @@ class Defaults:
 
     num_speculative_tokens: int | None
     proposer: str
+    durability: Durability = Durability.REQUIRE
 
 
 def check_ids(request: generation_pb2.GenerateRequest) -> None:
@@ -90,13 +103,24 @@ def check_ids(request: generation_pb2.GenerateRequest) -> None:
             "is not 22 characters of [A-Za-z0-9_-]",
             "session_id",
         )
-    require(
-        len(request.request_id.encode()) <= _MAX_ID_BYTES,
-        f"is longer than {_MAX_ID_BYTES} bytes",
-        "request_id",
-    )
+    check_length(request.request_id, "request_id")
+    check_length(request.idempotency_key, "idempotency_key")
     if request.adapter:
         raise Unsupported(f"adapter {request.adapter!r}: no adapters are served", field="adapter")
+
+
+def check_length(text: str, field: str) -> None:
+    require(len(text.encode()) <= _MAX_ID_BYTES, f"is longer than {_MAX_ID_BYTES} bytes", field)
+
+
+def session_id_for(tenant: str, idempotency_key: str) -> str:
+    """The id of a new session: drawn, or for a request with a key one that it gets again, at any
+    orchestrator."""
+    if not idempotency_key:
+        return new_session_id()
+    digest = hashlib.blake2b(f"{tenant}\0{idempotency_key}".encode(), digest_size=16).digest()
+    text = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    return "_" + text[1:] if text.startswith("-") else text
 
 
 def plan_generation(
@@ -104,10 +128,12 @@ def plan_generation(
     model: ServedModel,
     defaults: Defaults,
     *,
+    session_id: str,
     log_len: int,
     last_token: int | None,
 ) -> GenerationPlan:
-    """Check a request against its model and its session's log (empty for a new session).
+    """Check a request against its model and its session's log (empty for a new session, which is to
+    have this id).
 
     Raises InvalidArgument with the field's name.
     """
@@ -131,7 +157,7 @@ def plan_generation(
     length, proposer = _speculation(options, defaults)
     plan = GenerationPlan(
         request_id=request.request_id or new_session_id(),
-        session_id=request.session_id or new_session_id(),
+        session_id=session_id,
         continues=bool(request.session_id),
         keep=request.keep_session,
         prompt_ids=tuple(prompt_ids),
@@ -148,6 +174,9 @@ def plan_generation(
         alternatives=options.alternatives if options.HasField("alternatives") else None,
         report_rounds=options.report_rounds,
         logprobs=logprobs,
+        durability=durability_from_proto(request.durability, defaults.durability),
+        resumable=request.resumable,
+        idempotency_key=request.idempotency_key,
     )
     if plan.alternatives and plan.spec.uses_distributions:
         raise Unsupported(

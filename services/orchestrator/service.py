@@ -5,52 +5,41 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from outrider.errors import (
-    AlreadyRunning,
-    FailedPrecondition,
-    OutriderError,
-    ResourceExhausted,
-    Unavailable,
-)
+from outrider.errors import InvalidArgument, OutriderError
 from outrider.remote.link import WorkerLink
 from outrider.remote.metrics import watch_links
-from outrider.remote.session import Routing
 from outrider.rpc.auth import Authenticator
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
 from outrider.telemetry.catalog import DRAFT, ORCHESTRATOR, TARGET
 from outrider.telemetry.service import Telemetry, start_telemetry
-from outrider.token_log import TokenLog
-from outrider.types import Fence, new_session_id
+from outrider.types import Durability, new_session_id
 from outrider.v1 import generation_pb2, generation_pb2_grpc
-from outrider.wire import mode_to_proto, reason_to_proto, sampling_to_proto
 from services.orchestrator.config import OrchestratorConfig
 from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.learned import Learned
+from services.orchestrator.lifecycle import Lifecycle
 from services.orchestrator.metrics import watch_store
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.observed import RequestWatch, Watch
-from services.orchestrator.requests import (
-    Defaults,
-    GenerationPlan,
-    check_ids,
-    plan_generation,
-    tokenize_prompt,
-)
+from services.orchestrator.opening import Call, Opener
+from services.orchestrator.requests import Defaults, check_ids, tokenize_prompt
+from services.orchestrator.running import Place, Running
 from services.orchestrator.store import SessionStore
-from services.orchestrator.store_values import GenerationRecord, StoredSession
+from services.orchestrator.takeover import EndedGeneration
 
 _FREE_S = 3.0
 """Seconds that generations cut off at the end of draining get to free what they hold."""
 
 Context = grpc.aio.ServicerContext
 if TYPE_CHECKING:
-    GenerateContext = Context[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
+    StreamContext = Context[Any, generation_pb2.GenerateResponse]
+    Responses = AsyncIterator[generation_pb2.GenerateResponse]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -67,37 +56,67 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         self._config = config
         self._watch = watch
-        self._store = store
         self._registry = registry
         self._authenticator = authenticator
-        self._owner = owner
-        self._defaults = Defaults(config.pinned_length, config.proposer)
-        self._learned = Learned()
-        self._running: set[tuple[str, str]] = set()
-        self._draining = False
+        self._running = Running(config.max_generations)
+        self._lifecycle = Lifecycle(store, registry, owner)
+        self._opener = Opener(
+            _surroundings(config, store, registry),
+            Defaults(config.pinned_length, config.proposer, Durability(config.durability)),
+            owner=owner,
+            max_sessions=config.max_sessions_per_caller,
+        )
 
     async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: "GenerateContext"
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        self, request: generation_pb2.GenerateRequest, context: "StreamContext"
+    ) -> "Responses":
         with self._watch.request(request, context) as watch:
             try:
-                tenant = self._tenant(context)
+                call = self._call(context, watch)
                 check_ids(request)
                 if not request.request_id:
                     request.request_id = new_session_id()
-                with self._admitted(tenant, request.request_id):
-                    generation = await self._start(request, tenant, context, watch)
-                    try:
-                        # Its decoding must have ended before `end`, or it would open sessions anew.
-                        async with contextlib.aclosing(generation.responses()) as responses:
-                            async for response in responses:
-                                yield response
-                    finally:
-                        # A cancelled call must free what it holds all the same.
-                        await asyncio.shield(generation.end())
+                with self._running.admitted(
+                    call.tenant, request.request_id, idempotency_key=request.idempotency_key
+                ) as place:
+                    generation = await self._opener.start(request, call)
+                    async with contextlib.aclosing(_stream(generation, place)) as responses:
+                        async for response in responses:
+                            yield response
             except OutriderError as error:
                 watch.failed(error)
                 await abort_with(context, error)
+
+    async def Resume(
+        self, request: generation_pb2.ResumeRequest, context: "StreamContext"
+    ) -> "Responses":
+        resumed = generation_pb2.GenerateRequest(
+            session_id=request.session_id, request_id=request.request_id
+        )
+        with self._watch.request(resumed, context) as watch:
+            try:
+                call = self._call(context, watch)
+                if not request.request_id:
+                    raise InvalidArgument("is empty", field="request_id")
+                with self._running.admitted(call.tenant, request.request_id, resumes=True) as place:
+                    generation = await self._opener.resume(request, call)
+                    async with contextlib.aclosing(_stream(generation, place)) as responses:
+                        async for response in responses:
+                            yield response
+            except OutriderError as error:
+                watch.failed(error)
+                await abort_with(context, error)
+
+    async def Cancel(
+        self,
+        request: generation_pb2.CancelRequest,
+        context: "Context[generation_pb2.CancelRequest, generation_pb2.CancelResponse]",
+    ) -> generation_pb2.CancelResponse:
+        try:
+            await self._lifecycle.cancel(request, self._tenant(context))
+        except OutriderError as error:
+            await abort_with(context, error)
+        return generation_pb2.CancelResponse()
 
     async def GetSession(
         self,
@@ -105,22 +124,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: "Context[generation_pb2.GetSessionRequest, generation_pb2.GetSessionResponse]",
     ) -> generation_pb2.GetSessionResponse:
         try:
-            session = await self._store.get(
-                request.session_id,
-                tenant=self._tenant(context),
-                include_tokens=request.include_tokens,
-            )
+            return await self._lifecycle.show(request, self._tenant(context))
         except OutriderError as error:
             await abort_with(context, error)
-        return generation_pb2.GetSessionResponse(
-            session_id=request.session_id,
-            model=session.model,
-            length=session.durable_len,
-            epoch=session.fence.epoch,
-            generations=[_generation_to_proto(record) for record in session.generations],
-            token_ids=session.token_ids if request.include_tokens else (),
-            ttl_seconds=int(session.ttl_s),
-        )
+
+    async def ListSessions(
+        self,
+        request: generation_pb2.ListSessionsRequest,
+        context: "Context[generation_pb2.ListSessionsRequest, generation_pb2.ListSessionsResponse]",
+    ) -> generation_pb2.ListSessionsResponse:
+        try:
+            return await self._lifecycle.list_page(request, self._tenant(context))
+        except OutriderError as error:
+            await abort_with(context, error)
+
+    async def DeleteSession(
+        self,
+        request: generation_pb2.DeleteSessionRequest,
+        context: "Context[Any, generation_pb2.DeleteSessionResponse]",
+    ) -> generation_pb2.DeleteSessionResponse:
+        try:
+            await self._lifecycle.delete(request.session_id, self._tenant(context))
+        except OutriderError as error:
+            await abort_with(context, error)
+        return generation_pb2.DeleteSessionResponse()
 
     async def ListModels(
         self,
@@ -150,126 +177,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def drain(self, timeout_s: float) -> None:
         """Return when no generation runs, or the time is over. New ones are refused."""
-        self._draining = True
-        deadline = time.monotonic() + timeout_s
-        while self._running and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        await self._running.drain(timeout_s)
 
     def _tenant(self, context: "Context[Any, Any]") -> str:
         return self._authenticator.tenant_of(context.invocation_metadata() or ())
 
-    @contextlib.contextmanager
-    def _admitted(self, tenant: str, request_id: str) -> Iterator[None]:
-        key = (tenant, request_id)
-        if self._draining:
-            raise Unavailable("this orchestrator is shutting down; retry at another")
-        if key in self._running:
-            raise AlreadyRunning("a request with this id is running", field="request_id")
-        if len(self._running) >= self._config.max_generations:
-            raise ResourceExhausted(
-                f"{self._config.max_generations} generations are running; retry later"
-            )
-        self._running.add(key)
-        try:
-            yield
-        finally:
-            self._running.discard(key)
-
-    async def _start(
-        self,
-        request: generation_pb2.GenerateRequest,
-        tenant: str,
-        context: "GenerateContext",
-        watch: RequestWatch,
-    ) -> Generation:
-        """Check the request, own its session, and make its generation."""
+    def _call(self, context: "StreamContext", watch: RequestWatch) -> Call:
         arrived = time.monotonic()
-        model = self._registry.model(request.model)
-        if request.session_id:
-            session = await self._store.take(request.session_id, tenant=tenant, owner=self._owner)
-            model = self._model_of(session, request.model)
-            fence, log = session.fence, TokenLog(session.token_ids)
-            plan = self._plan(request, model, log)
-        else:
-            log = TokenLog()
-            plan = self._plan(request, model, log)
-            fence = await self._create(plan.session_id, model, tenant)
-        generation = Generation(
-            plan,
-            model,
-            fence,
-            log,
-            Routing(
-                request_id=plan.request_id,
-                tenant=tenant,
-                model=model.name,
-                traceparent=watch.traceparent,
-                trace_every=watch.trace_every,
-            ),
-            Surroundings(
-                store=self._store,
-                registry=self._registry,
-                lease_s=self._config.lease_s,
-                store_retry_s=self._config.store_retry_s,
-                draft_timeout_s=self._config.draft_timeout_s,
-                target_wait_s=self._config.target_wait_s,
-                drafting=self._config.drafting,
-                fan_out=self._config.fan_out,
-                alternatives=self._config.alternatives,
-                max_speculative_tokens=self._config.max_speculative_tokens,
-                learned=self._learned,
-            ),
-            watch,
-            arrived=arrived,
-            deadline=arrived + self._time_left(context),
-        )
-        watch.begins(generation, plan, model.name)
-        return generation
-
-    async def _create(self, session_id: str, model: ServedModel, tenant: str) -> Fence:
-        """A new session; gone again when the call is cancelled before its generation exists."""
-        creating = asyncio.create_task(
-            self._store.create(
-                session_id,
-                tenant=tenant,
-                model=model.name,
-                adapter="",
-                tokenizer_fingerprint=model.info.tokenizer_fingerprint,
-                owner=self._owner,
-            )
-        )
-        try:
-            return await asyncio.shield(creating)
-        except asyncio.CancelledError:
-            with contextlib.suppress(OutriderError):
-                await self._store.delete(await creating)
-            raise
-
-    def _plan(
-        self, request: generation_pb2.GenerateRequest, model: ServedModel, log: TokenLog
-    ) -> GenerationPlan:
-        last_token = log.tokens[-1] if log.tokens else None
-        return plan_generation(
-            request, model, self._defaults, log_len=len(log), last_token=last_token
-        )
-
-    def _model_of(self, session: StoredSession, asked: str) -> ServedModel:
-        if asked and asked != session.model:
-            raise FailedPrecondition(
-                f"the session belongs to model {session.model!r}, not {asked!r}", field="model"
-            )
-        model = self._registry.model(session.model)
-        if session.tokenizer_fingerprint != model.info.tokenizer_fingerprint:
-            raise FailedPrecondition(
-                f"the session's tokenizer is {session.tokenizer_fingerprint}, that of "
-                f"{model.name} is {model.info.tokenizer_fingerprint} now"
-            )
-        return model
-
-    def _time_left(self, context: "GenerateContext") -> float:
-        remaining = context.time_remaining()
-        limit = self._config.max_request_s
-        return limit if remaining is None else min(float(remaining), limit)
+        remaining, limit = context.time_remaining(), self._config.max_request_s
+        left_s = limit if remaining is None else min(float(remaining), limit)
+        return Call(self._tenant(context), arrived, arrived + left_s, watch)
 
     def _model_to_proto(self, model: ServedModel) -> generation_pb2.Model:
         return generation_pb2.Model(
@@ -288,18 +205,39 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def _generation_to_proto(record: GenerationRecord) -> generation_pb2.Generation:
-    message = generation_pb2.Generation(
-        request_id=record.request_id,
-        start=record.start,
-        prompt_end=record.prompt_end,
-        seed=record.sampling.seed,
-        mode=mode_to_proto(record.mode),
-        sampling=sampling_to_proto(record.sampling),
+async def _stream(
+    generation: Generation | EndedGeneration, place: Place
+) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+    """What a generation has to tell; it has ended then, however this ends."""
+    try:
+        if isinstance(generation, Generation):
+            place.fill(generation)
+        # Its decoding must have ended before `end`, or it would open sessions anew.
+        async with contextlib.aclosing(generation.responses()) as responses:
+            async for response in responses:
+                yield response
+    finally:
+        # A cancelled call must free what it holds all the same.
+        await asyncio.shield(generation.end())
+
+
+def _surroundings(
+    config: OrchestratorConfig, store: SessionStore, registry: ModelRegistry
+) -> Surroundings:
+    return Surroundings(
+        store=store,
+        registry=registry,
+        lease_s=config.lease_s,
+        store_retry_s=config.store_retry_s,
+        store_wait_s=config.store_wait_s,
+        draft_timeout_s=config.draft_timeout_s,
+        target_wait_s=config.target_wait_s,
+        drafting=config.drafting,
+        fan_out=config.fan_out,
+        alternatives=config.alternatives,
+        max_speculative_tokens=config.max_speculative_tokens,
+        learned=Learned(),
     )
-    if record.finish_reason is not None:
-        message.finish_reason = reason_to_proto(record.finish_reason)
-    return message
 
 
 async def serve(config: OrchestratorConfig) -> None:
@@ -337,6 +275,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         session_ttl_s=config.session_ttl_s,
         linger_s=config.session_linger_s,
         lease_s=config.lease_s,
+        resume_s=config.session_resume_s,
         command_timeout_s=config.store_timeout_s,
         ca_file=config.store_ca or None,
         cert_file=config.store_cert or None,

@@ -123,6 +123,7 @@ class OutputStream:
         self._sources: list[TokenSource] = []  # of all tokens taken
         self._spans: list[tuple[int, Span]] = []  # text not yet released, with its position
         self._text_len = 0
+        self._told_chars = 0  # of the text, which is not to be released again
         self._num_released = 0
         self._with_logprobs: bool | None = None
         self._finish_reason: FinishReason | None = None
@@ -164,6 +165,30 @@ class OutputStream:
             self._rules.reason_at(token_id, first + index, self._prompt_len)
             for index, token_id in enumerate(token_ids)
         )
+
+    def restore(
+        self, token_ids: Sequence[int], sources: Sequence[TokenSource], *, told_chars: int
+    ) -> Released:
+        """Take up a generation where another has left it: before any push, what it had released.
+
+        `told_chars` characters of its text are known where it is told, and do not come again, nor
+        does a stop string begin in them. Returns the rest of the text that is certain, and whether
+        the generation had ended by its last token; no tokens.
+        """
+        if self._detokenizer.num_tokens:
+            raise InternalError("a generation is restored before anything is pushed")
+        self._told_chars = self._matcher.first = told_chars
+        reason = None
+        for token_id, source in zip(token_ids, sources, strict=True):
+            if reason is not None or self._matcher.found():
+                raise InternalError("the log goes on behind the end of its generation")
+            reason = self._take(_Token(token_id, source, None))
+        self._held.clear()
+        self._num_released = len(token_ids)
+        if match := self._matcher.found():
+            return self._finish_at_string(match)
+        self._finish_reason = reason
+        return self._release()
 
     def push(
         self,
@@ -249,7 +274,7 @@ class OutputStream:
         """End before a stop string; of its tokens only one that began before it stays."""
         self._finish_reason = FinishReason.STOP_STRING
         self._add(self._detokenizer.flush_spans())
-        end = self._first_token(match.start)
+        end = max(self._first_token(match.start), self._num_released)
         for start, span in self._spans:
             if start < match.start:
                 end = max(end, span.last + 1)
@@ -272,8 +297,11 @@ class OutputStream:
 
         `texts` is the text to release, each part with the index of its first token.
         """
+        # What an earlier owner has released stays so, though less were known to be certain now.
+        end = max(end, self._num_released)
         count = end - self._num_released
         tokens = self._held[:count]
+        texts = self._untold(texts)
         self._held = [] if self._finish_reason is not None else self._held[count:]
         self._num_released = end
         return Released(
@@ -286,6 +314,15 @@ class OutputStream:
             cut_text=cut_text,
             matched_stop=matched_stop,
         )
+
+    def _untold(self, texts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Without the characters that were told before."""
+        untold = []
+        for text, first in texts:
+            known = min(self._told_chars, len(text))
+            self._told_chars -= known
+            untold.append((text[known:], first))
+        return untold
 
 
 class _Token(NamedTuple):
@@ -310,6 +347,8 @@ class _StopMatcher:
         self._borders = [_borders(string) for string in strings]
         self._states = [0] * len(strings)
         self._matches: list[_Match] = []
+        self.first = 0
+        """Where the first match may start."""
 
     @property
     def reach(self) -> int:
@@ -325,7 +364,7 @@ class _StopMatcher:
                     state = borders[state - 1]
                 if string[state] == char:
                     state += 1
-                if state == len(string):
+                if state == len(string) and offset - len(string) >= self.first:
                     self._matches.append(_Match(offset - len(string), string))
             self._states[number] = state
 

@@ -29,7 +29,8 @@ from outrider.errors import (
 MAX_CONNECTIONS = 64
 RIGHTS = (
     "+ping +eval +evalsha +time +exists +pexpireat +pttl +unlink "
-    "+hget +hmget +hgetall +hset +hdel +hincrby +strlen +getrange +append"
+    "+hget +hmget +hgetall +hexists +hset +hdel +hincrby +strlen +getrange +append "
+    "+zadd +zrem +zcard +zscore +zrange +zrevrange +zremrangebyscore"
 )
 """All that an ACL user needs, on keys ~outrider:* (and +select for a database other than 0)."""
 
@@ -38,7 +39,8 @@ _NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAG
 
 
 class ScriptClient:
-    """Runs one script; made by `connect`, ended by `close`."""
+    """Runs one script; made by `connect`, ended by `close`. A `sibling` runs another one over the
+    same connections, until its origin is closed."""
 
     def __init__(
         self,
@@ -99,6 +101,15 @@ class ScriptClient:
             await client.close()
             raise
         return client
+
+    def sibling(self, script: str) -> "ScriptClient":
+        return ScriptClient(
+            self._redis,
+            script,
+            address=self.address,
+            secrets=self._secrets,
+            timeout_s=self._timeout_s,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address})"

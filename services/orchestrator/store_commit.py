@@ -4,12 +4,21 @@ The next round never waits for a commit; the client's chunk does (docs/design.md
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
 
-from outrider.errors import Cancelled, InternalError, OutriderError, ResourceExhausted, Unavailable
+from outrider.errors import (
+    Cancelled,
+    Fenced,
+    InternalError,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+)
 from outrider.types import Fence, chain_hash
+from services.orchestrator.lease import Lease
 from services.orchestrator.store import SessionStore
 
 OnCommit = Callable[[int, int, float], None]
@@ -17,14 +26,16 @@ OnCommit = Callable[[int, int, float], None]
 
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 1.0
+FOR_EVER = float("inf")
 
 
 class CommitQueue:
     """Commits what is appended, one commit in flight; what comes meanwhile goes with the next.
 
     A commit that Redis does not answer is repeated (with what has come since) until `retry_for_s`
-    after its first failure. Then, and at once where the session is fenced or gone, the queue ends:
-    `error` is set, and `append`, `wait_durable` and `drain` raise it.
+    after its first failure, or until the lease has run out. Then, and at once where the session is
+    fenced or gone, the queue ends: `error` is set, and `append`, `wait_durable` and `drain` raise
+    it.
 
     Its task lives only while there is something to commit: a queue that is drained holds nothing.
     One that may still be committing is ended by `close`.
@@ -38,18 +49,25 @@ class CommitQueue:
         durable_len: int,
         prefix_hash: int,
         retry_for_s: float = 10.0,
+        lease: Lease | None = None,
         on_commit: OnCommit | None = None,
     ) -> None:
-        """`on_commit` is told of each commit that the store took."""
+        """`retry_for_s` FOR_EVER outlasts the lease as well. `on_commit` is told of each commit
+        that the store took."""
         self.durable_len = durable_len
         self.error: OutriderError | None = None
         self.commits = 0  # sent, repeated ones included
+        self.lagging = False
+        """The last commit failed, or took longer than somebody had patience for."""
         self._store = store
         self._fence = fence
         self._prefix_hash = prefix_hash
         self._retry_for_s = retry_for_s
+        self._lease = lease
         self._on_commit = on_commit
         self._pending: list[int] = []
+        self._notes = bytearray()  # as many bytes for each pending token
+        self._progress = ""
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -58,11 +76,16 @@ class CommitQueue:
         """Length of the log with what is not durable yet."""
         return self.durable_len + len(self._pending)
 
-    def append(self, token_ids: Sequence[int]) -> int:
-        """Take tokens that follow `verified_len`; the new one. Raises `error` once it is set."""
+    def append(self, token_ids: Sequence[int], notes: bytes = b"", progress: str = "") -> int:
+        """Take tokens that follow `verified_len`; the new one. Raises `error` once it is set.
+
+        `notes` are on these tokens, equally long ones on each; `progress` is as of the last one.
+        """
         if self.error:
             raise self.error
         self._pending.extend(token_ids)
+        self._notes += notes
+        self._progress = progress
         if self._pending and self._task is None:
             self._task = asyncio.create_task(self._run(), name="commit-queue")
         return self.verified_len
@@ -75,6 +98,20 @@ class CommitQueue:
             if self.error:
                 raise self.error
             await self._changed.wait()
+
+    async def soon_durable(self, length: int, patience_s: float) -> bool:
+        """Whether Redis has the first `length` tokens, or gets them at once. It is waited for only
+        while it keeps up. Raises Fenced: another one goes on with the session."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self.durable_len < length and not self.lagging and not self.error:
+                    await self._changed.wait()
+        if isinstance(self.error, Fenced):
+            raise self.error
+        if self.durable_len >= length:
+            return True
+        self.lagging = True
+        return False
 
     async def drain(self) -> None:
         """Until Redis has all that was appended, or `error`."""
@@ -113,29 +150,44 @@ class CommitQueue:
         while True:
             try:
                 return await self._commit_once(tuple(self._pending))
-            except (Unavailable, ResourceExhausted):
+            except (Unavailable, ResourceExhausted) as error:
+                self.lagging = True
+                self._announce()
                 give_up = give_up or now() + self._retry_for_s
                 pause_s = backoff_s * random.uniform(0.5, 1.0)
                 if now() + pause_s >= give_up:
                     raise
+                self._check_lease(error)
                 self._store.tally.commit_retries += 1
             await asyncio.sleep(pause_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
+    def _check_lease(self, error: OutriderError) -> None:
+        if self._lease and self._lease.left_s <= 0 and self._retry_for_s != FOR_EVER:
+            raise self._lease.ran_out(error) from error
+
     async def _commit_once(self, token_ids: tuple[int, ...]) -> None:
         started, from_len = time.monotonic(), self.durable_len
         new_hash = chain_hash(self._prefix_hash, token_ids)
+        noted = len(self._notes)
         self.commits += 1
+        asked_at = asyncio.get_running_loop().time()
         await self._store.commit(
             self._fence,
             from_len=from_len,
             from_hash=self._prefix_hash,
             token_ids=token_ids,
             new_hash=new_hash,
+            notes=bytes(self._notes),
+            progress=self._progress,
         )
+        if self._lease:
+            self._lease.confirm(asked_at)
         self._prefix_hash = new_hash
         self.durable_len += len(token_ids)
         del self._pending[: len(token_ids)]
+        del self._notes[:noted]
+        self.lagging = False
         self._announce()
         if self._on_commit is not None:
             self._on_commit(from_len, len(token_ids), started)

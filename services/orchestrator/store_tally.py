@@ -18,6 +18,8 @@ class StoreTally:
         self.failed: Counter[tuple[str, str]] = Counter()
         self.fenced = 0
         self.commit_retries = 0
+        self.takeovers = 0
+        self.sent_undurable = 0
 
     def operation(self, name: str) -> "_Operation":
         """To be entered around an operation."""

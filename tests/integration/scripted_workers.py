@@ -26,6 +26,7 @@ from outrider.client import (
     GenerationOptions,
     OutriderClient,
     Prompt,
+    ResumePolicy,
     collect,
 )
 from outrider.errors import OutriderError
@@ -220,8 +221,10 @@ class Parts:
         targets: Iterable[str],
         drafts: Iterable[str] = (),
         client_token_file: str = "",
+        resume: ResumePolicy | None = None,
         **settings: Any,
     ) -> AsyncIterator[Rig]:
+        """With a client that does not resume unless told how: tests see what ended a stream."""
         targets, drafts = tuple(targets), tuple(drafts)
         flags = [flag for address in targets for flag in ("--targets", address)]
         flags += [flag for address in drafts for flag in ("--drafts", address)]
@@ -234,7 +237,9 @@ class Parts:
         }
         async with self.process("orchestrator", *flags, **values) as (child, address):
             client = await OutriderClient.connect(
-                address=address, security=ChannelSecurity(token_file=client_token_file)
+                address=address,
+                security=ChannelSecurity(token_file=client_token_file),
+                resume=resume,
             )
             rig = Rig(address, client, store_url, targets, drafts, (child.pid,), child.log, child)
             try:

@@ -195,6 +195,7 @@ def record(request_id: str, start: int, prompt_end: int) -> GenerationRecord:
         sampling=SamplingParams(temperature=0.7, top_p=0.95, seed=2**63 - 1),
         max_tokens=64,
         stop_ids=(2,),
+        keep=True,
         engine_versions={"outrider": "0.1"},
     )
 

@@ -317,7 +317,7 @@ async def test_callers_need_their_token_and_see_their_own_sessions(
         with pytest.raises(PermissionDenied, match="another caller"):
             await bob.complete("yours", session_id=done.session_id)
         session = await alice.client.get_session(done.session_id)
-        assert session.epoch == 1 and len(session.generations) == 1
+        assert len(session.generations) == 1
         more = await alice.complete(" more", session_id=done.session_id, max_tokens=4)
         assert len(more.token_ids) == 4
         await stack.returns_to(before)

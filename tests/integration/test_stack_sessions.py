@@ -35,7 +35,9 @@ async def test_a_continued_session_says_what_one_request_would(
     options = {"max_tokens": 24, **sampling}
     first = await stack.complete(FIRST, keep_session=True, **options)
     kept = await stack.held()
-    assert kept.blocks_used[0] > before.blocks_used[0] and kept.keys == before.keys + 2
+    assert kept.blocks_used[0] > before.blocks_used[0]
+    # Meta, log, notes, and the index of live sessions if there was none.
+    assert kept.keys - before.keys in (3, 4)
     second = await stack.complete(SECOND, session_id=first.session_id, **options)
     first_ids, second_ids = [await stack.client.tokenize(text) for text in (FIRST, SECOND)]
     whole = (*first_ids, *first.token_ids, *second_ids)
@@ -111,15 +113,17 @@ async def test_a_chat_is_continued_by_its_new_messages(stack: Rig) -> None:
 async def test_get_session_tells_what_was_streamed(stack: Rig) -> None:
     options = {"max_tokens": 10, "num_speculative_tokens": 4, "keep_session": True}
     first = await stack.complete(FIRST, request_id="turn-1", seed=8, **options)
+    epoch = (await stack.client.get_session(first.session_id)).epoch
     stop = first.token_ids[3]
     second = await stack.complete(
         SECOND, session_id=first.session_id, request_id="turn-2", stop_token_ids=(stop,), **options
     )
     session = await stack.client.get_session(first.session_id, include_tokens=True)
+    assert session.epoch == epoch + 1  # the second turn has an owner of its own
     prompts = [await stack.client.tokenize(text) for text in (FIRST, SECOND)]
     expected = (*prompts[0], *first.token_ids, *prompts[1], *second.token_ids)
     assert session.token_ids == expected and session.length == len(expected)
-    assert session.epoch == 2 and session.model == "target"
+    assert session.model == "target"
     assert 3500 < session.ttl_seconds <= 3600
     one, two = session.generations
     assert (one.request_id, two.request_id) == ("turn-1", "turn-2")
@@ -216,11 +220,12 @@ async def test_another_orchestrator_continues_a_session(stack: Rig, parts: Parts
         stack.store_url, targets=stack.targets, drafts=stack.drafts
     ) as rig:
         options = {"session_id": first.session_id, "max_tokens": 32, **COUPLED}
+        epoch = (await stack.client.get_session(first.session_id)).epoch
         second = await rig.complete(SECOND, keep_session=True, **options)
         assert second.token_ids == once.token_ids and second.stats.accepted > 0
         # And back again; the epoch grows with each owner, late words of the last one are fenced.
         third = await stack.complete(SECOND, **options)
-        assert (await rig.client.get_session(first.session_id)).epoch == 3
+        assert (await rig.client.get_session(first.session_id)).epoch == epoch + 2
         assert len(third.token_ids) == 32
 
 

@@ -71,6 +71,8 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts) or [playing(answer())]
         self.requests: list[generation_pb2.GenerateRequest] = []
+        self.resumes: list[generation_pb2.ResumeRequest] = []
+        self.left: list[generation_pb2.CancelRequest] = []
         self.cancelled = asyncio.Event()
         self.running = 0
         self.most_running = 0
@@ -91,6 +93,17 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer):
             raise
         finally:
             self.running -= 1
+
+    async def Resume(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Goes on with the answer."""
+        self.resumes.append(request)
+        for item in answer():
+            if item.offset >= request.offset:
+                yield item
+
+    async def Cancel(self, request: Any, context: Any) -> Any:
+        self.left.append(request)
+        return generation_pb2.CancelResponse()
 
     async def _unary(self, context: Any) -> None:
         if self.unary_failures:

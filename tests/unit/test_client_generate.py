@@ -1,6 +1,7 @@
 """Streams through the client: values, retries, deadlines, cancellation, lost tokens, errors."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 
@@ -18,22 +19,26 @@ from test_client_fakes import (
     serving,
 )
 
-from outrider import client as client_module
-from outrider.client import GenerationOptions, Message, OutriderClient
+from outrider import client_resume
+from outrider.client import GenerationOptions, Message, OutriderClient, ResumePolicy
 from outrider.errors import (
     DeadlineExceeded,
+    Fenced,
     InternalError,
     InvalidArgument,
+    OutriderError,
     ResourceExhausted,
     Unavailable,
+    Unsupported,
 )
+from outrider.rpc.status import abort_with
 from outrider.types import FinishReason, TokenSource, VerificationMode
 from outrider.v1 import common_pb2
 
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch):
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(client_resume, "FIRST_BACKOFF_S", 0.001)
 
 
 async def test_complete_joins_the_chunks():
@@ -137,9 +142,18 @@ async def test_unavailable_before_the_first_chunk_is_tried_again_under_the_same_
     assert len({request.request_id for request in service.requests}) == 1
 
 
-async def test_unavailable_after_the_first_chunk_is_not_tried_again():
-    service = FakeService(playing([response(0, [10], text="Hi"), Unavailable("target died")]))
-    async with serving(service) as address, await OutriderClient.connect(address=address) as client:
+@pytest.mark.parametrize("resume", [None, ResumePolicy()], ids=["off", "an old server"])
+async def test_a_stream_that_cannot_be_resumed_ends_with_what_broke_it(resume):
+    class OldService(FakeService):
+        async def Resume(self, request, context):
+            await abort_with(context, Unsupported("Method not found!"))
+            yield
+
+    service = OldService(playing([response(0, [10], text="Hi"), Unavailable("target died")]))
+    async with (
+        serving(service) as address,
+        await OutriderClient.connect(address=address, resume=resume) as client,
+    ):
         seen = []
         with pytest.raises(Unavailable, match="target died"):
             async for chunk in client.generate("hello"):
@@ -153,7 +167,7 @@ async def test_retries_are_bounded_and_other_errors_are_not_retried():
     async with serving(service) as address, await OutriderClient.connect(address=address) as client:
         with pytest.raises(Unavailable):
             await client.complete("hello")
-        assert len(service.requests) == 1 + client_module.RETRIES
+        assert len(service.requests) == 1 + client_resume.RETRIES
         service.requests.clear()
         service.scripts = [playing([ResourceExhausted("full")])]
         with pytest.raises(ResourceExhausted):
@@ -162,7 +176,7 @@ async def test_retries_are_bounded_and_other_errors_are_not_retried():
 
 
 async def test_the_deadline_bounds_retries_too(monkeypatch):
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 5.0)
+    monkeypatch.setattr(client_resume, "FIRST_BACKOFF_S", 5.0)
     service = FakeService(playing([Unavailable("away")]))
     async with serving(service) as address, await OutriderClient.connect(address=address) as client:
         started = time.perf_counter()
@@ -255,3 +269,73 @@ async def test_chunks_tell_the_time_since_the_call() -> None:
     ):
         chunks = [chunk async for chunk in client.generate("hello")]
     assert chunks[-1].elapsed_s >= chunks[0].elapsed_s > 0
+
+
+async def endless(request, context):
+    for offset in range(10**6):
+        yield response(offset, [offset % 50], text="x")
+        await asyncio.sleep(0.01)
+
+
+async def test_a_server_is_told_that_a_stream_was_left_for_good():
+    """It could not know that nobody will resume it."""
+    service = FakeService(endless)
+    async with serving(service) as address, await OutriderClient.connect(address=address) as client:
+        stream = client.generate("hello")
+        await anext(stream)
+        await stream.aclose()
+        await eventually(lambda: len(service.left) == 1)
+        waiting = asyncio.create_task(client.complete("hello"))
+        await eventually(lambda: len(service.requests) == 2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert len(service.left) == 2  # `close` waits for it
+    for request, left in zip(service.requests, service.left, strict=True):
+        assert request.resumable and len(request.idempotency_key) == 22
+        assert left.request_id == request.request_id
+        assert left.idempotency_key == request.idempotency_key
+    assert service.left[0].session_id == "s" * 22
+    assert len({request.idempotency_key for request in service.requests}) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "resume"),
+    [
+        (playing(answer()), ResumePolicy()),
+        (playing([response(0, [10]), Fenced("taken over")]), ResumePolicy(max_fenced=0)),
+        (playing([response(0, [10]), InternalError("a fault")]), ResumePolicy()),
+        (endless, None),
+    ],
+    ids=["ended", "taken over", "failed", "not resumable"],
+)
+async def test_nobody_is_told_what_needs_no_telling(script, resume):
+    service = FakeService(script)
+    async with (
+        serving(service) as address,
+        await OutriderClient.connect(address=address, resume=resume) as client,
+    ):
+        with contextlib.suppress(OutriderError):
+            async for chunk in client.generate("hello"):
+                if chunk.finish_reason or script is endless:
+                    break
+        await asyncio.sleep(0.05)
+    assert not service.left
+
+
+async def test_a_broken_stream_goes_on_at_another_server_and_says_so():
+    broken = FakeService(playing([answer()[0], Unavailable("target died")]))
+    whole = FakeService()
+    async with (
+        serving(broken) as first,
+        serving(whole) as second,
+        await OutriderClient.connect(address=[first, second]) as client,
+    ):
+        done = await client.complete("hello")
+        again = await client.complete("hello")
+    assert done.token_ids == (10, 11, 12, 13) and done.text == "Hi there!"
+    assert done.resumes == 1 and 0 < done.interrupted_s < done.total_s
+    [asked] = whole.resumes
+    assert (asked.session_id, asked.offset, asked.text_chars) == ("s" * 22, 1, 2)
+    assert asked.request_id == broken.requests[0].request_id
+    # The client stays with the server that answers.
+    assert len(broken.requests) == 1 and len(whole.requests) == 1 and again.resumes == 0

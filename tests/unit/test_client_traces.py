@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from test_client_fakes import FakeService, answer, playing, response, serving
 
-from outrider import client as client_module
+from outrider import client_resume
 from outrider.client import GenerationOptions, Message, OutriderClient
 from outrider.errors import ResourceExhausted, Unavailable
 from outrider.telemetry.context import TraceContext
@@ -22,7 +22,7 @@ def exporter(monkeypatch):
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(client_resume, "FIRST_BACKOFF_S", 0.001)
     return exporter
 
 

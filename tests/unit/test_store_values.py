@@ -1,15 +1,18 @@
 """Forms of stored values, and URLs that never show their credentials."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
-from outrider.errors import InvalidArgument
-from outrider.types import FinishReason, SamplingParams, VerificationMode
+from outrider.errors import FailedPrecondition, InvalidArgument
+from outrider.types import Durability, FinishReason, SamplingParams, VerificationMode
 from services.orchestrator.store_client import parse_url
 from services.orchestrator.store_values import (
     GenerationRecord,
+    Outcome,
+    outcome_to_json,
     pack_tokens,
     record_from_json,
     record_to_json,
@@ -28,6 +31,19 @@ RECORD = GenerationRecord(
     stop_strings=("\n\n", "ü"),
     ignore_eos=True,
     logprobs=0,
+    eos_ids=(256,),
+    context_length=512,
+    keep=True,
+    resumable=True,
+    durability=Durability.BEST_EFFORT,
+    idempotency_key="k",
+    epoch=1_700_000_000_123,
+    num_speculative_tokens=None,
+    max_speculative_tokens=3,
+    proposer="auto",
+    fan_out=0,
+    alternatives=2,
+    report_rounds=True,
     engine_versions={"torch": "2.11", "outrider": "0.1"},
 )
 
@@ -37,14 +53,52 @@ def test_record_survives_json() -> None:
 
 
 def test_finish_reason_is_kept_apart() -> None:
-    ended = replace(RECORD, finish_reason=FinishReason.STOP_STRING)
+    outcome = Outcome(FinishReason.STOP_STRING, matched_stop="ü", cut_text="üx")
+    ended = replace(RECORD, outcome=outcome)
     assert record_to_json(ended) == record_to_json(RECORD)
-    assert record_from_json(record_to_json(ended), "stop_string") == ended
+    assert record_from_json(record_to_json(ended), outcome_to_json(outcome)) == ended
+    assert ended.finish_reason is FinishReason.STOP_STRING and RECORD.finish_reason is None
 
 
 def test_equal_records_have_equal_text() -> None:
     other = replace(RECORD, engine_versions={"outrider": "0.1", "torch": "2.11"})
     assert record_to_json(other) == record_to_json(RECORD)
+
+
+@pytest.mark.parametrize("version", [None, 0, 2, "1", [1]])
+def test_a_record_of_another_version_is_refused_and_says_so(version: object) -> None:
+    values = json.loads(record_to_json(RECORD))
+    if version is None:
+        del values["version"]
+    else:
+        values["version"] = version
+    with pytest.raises(FailedPrecondition, match=f"version {re.escape(str(version))}") as refused:
+        record_from_json(json.dumps(values), session_id="a-session")
+    assert "a-session" in refused.value.message and "knows version 1" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"sampling": None},
+        {"sampling": {"seed": 1, "heat": 2}, "mode": "other"},
+        {"durability": "perhaps"},
+        {"stop_ids": 5},
+        {"start": ...},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_refused(damage: dict[str, object]) -> None:
+    values = json.loads(record_to_json(RECORD))
+    values |= damage
+    values = {name: value for name, value in values.items() if value is not ...}
+    with pytest.raises(FailedPrecondition, match="damaged"):
+        record_from_json(json.dumps(values))
+    for text in ("", "[]", "{", "null", "7"):
+        with pytest.raises(FailedPrecondition, match=r"damaged|version"):
+            record_from_json(text)
+    with pytest.raises(FailedPrecondition, match="damaged"):
+        record_from_json(record_to_json(RECORD), '{"finish_reason":"boredom"}')
 
 
 def test_unknown_fields_of_a_newer_version_are_left_out() -> None:

@@ -355,6 +355,9 @@ def test_store_operations_are_counted_and_timed(kept):
     assert errors == [1, 1, 1]
     assert kept.value("outrider.fences", tier="orchestrator", reason="store") == 1
     assert kept.value("outrider.store.commit.retries") == 1
+    tally.takeovers, tally.sent_undurable = 2, 30
+    assert kept.value("outrider.takeovers") == 2
+    assert kept.value("outrider.tokens.sent_undurable") == 30
 
 
 class AwayAtFirst:

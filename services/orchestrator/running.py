@@ -1,0 +1,86 @@
+"""The generations that run here: how many there may be, and who takes whose place."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from outrider.errors import AlreadyRunning, Fenced, OutriderError, ResourceExhausted, Unavailable
+from services.orchestrator.requests import GenerationPlan
+
+
+class Streaming(Protocol):
+    """A generation as far as it matters here."""
+
+    plan: GenerationPlan
+
+    def supersede(self, error: OutriderError) -> None: ...
+
+
+class Place:
+    """One call's right to run a generation here."""
+
+    def __init__(self, running: "Running", key: tuple[str, str], idempotency_key: str) -> None:
+        self.key = key
+        self.idempotency_key = idempotency_key
+        self.generation: Streaming | None = None
+        self._running = running
+
+    def fill(self, generation: Streaming) -> None:
+        """The generation is made. An older stream of the same one, whose client is somewhere else
+        by now, ends."""
+        self.generation = generation
+        self._running.take_over(self)
+
+
+class Running:
+    """All places, and the latest of each (tenant, request id)."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._places: set[Place] = set()
+        self._latest: dict[tuple[str, str], Place] = {}
+        self._draining = False
+
+    @contextlib.contextmanager
+    def admitted(
+        self, tenant: str, request_id: str, *, idempotency_key: str = "", resumes: bool = False
+    ) -> Iterator[Place]:
+        """A place for a call. One that `resumes`, or repeats a request with a key, may come beside
+        the stream that it comes after. Raises Unavailable, AlreadyRunning, ResourceExhausted."""
+        key = (tenant, request_id)
+        if self._draining:
+            raise Unavailable("this orchestrator is shutting down; retry at another")
+        known = self._latest.get(key)
+        repeats = known is not None and idempotency_key and known.idempotency_key == idempotency_key
+        if known is not None and not repeats and not resumes:
+            raise AlreadyRunning("a request with this id is running", field="request_id")
+        if len(self._places) >= self._limit:
+            raise ResourceExhausted(f"{self._limit} generations are running; retry later")
+        place = Place(self, key, idempotency_key)
+        self._places.add(place)
+        self._latest.setdefault(key, place)
+        try:
+            yield place
+        finally:
+            self._places.discard(place)
+            if self._latest.get(key) is place:
+                del self._latest[key]
+
+    def take_over(self, place: Place) -> None:
+        before = self._latest.get(place.key)
+        if before is None or before.generation is None or before is place:
+            self._latest[place.key] = place
+            return
+        assert place.generation is not None
+        if before.generation.plan.session_id == place.generation.plan.session_id:
+            self._latest[place.key] = place
+            before.generation.supersede(Fenced("it was resumed by another call"))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Return when no generation runs, or the time is over. New ones are refused."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._places and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
