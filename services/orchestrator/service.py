@@ -302,6 +302,7 @@ async def serve(config: OrchestratorConfig) -> None:
         linger_s=config.session_linger_s,
         lease_s=config.lease_s,
         command_timeout_s=config.store_timeout_s,
+        password_file=config.store_password_file or None,
         ca_file=config.store_ca or None,
         cert_file=config.store_cert or None,
         key_file=config.store_key or None,
@@ -327,7 +328,7 @@ async def serve(config: OrchestratorConfig) -> None:
         )
         await server.start()
         await server.serving({"models": [model.name for model in registry.models]})
-        await server.until_stopped(lambda: servicer.drain(config.drain_s))
+        await server.until_stopped(lambda: servicer.drain(config.drain_s), hang_up=True)
         await servicer.drain(_FREE_S)
     finally:
         await registry.close()
