@@ -4,9 +4,10 @@
         async for chunk in client.generate([Message("user", "Why is the sky blue?")]):
             ...
 
-Every call has a deadline. A call that is refused with UNAVAILABLE before anything was emitted is
-tried again under the same request id, so that the server can tell; nothing else is. Errors are
-those of `outrider.errors`. Leaving the loop over `generate` early cancels the request.
+Every call has a deadline. A call that is refused with UNAVAILABLE before anything was emitted, or
+cancelled by the server's end, is tried again under the same request id, so that the server can
+tell; nothing else is. Errors are those of `outrider.errors`. Leaving the loop over `generate` early
+cancels the request.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ from outrider.client_wire import (
     session_from,
     values_from,
 )
-from outrider.errors import DeadlineExceeded, Unavailable
+from outrider.errors import Cancelled, DeadlineExceeded, Unavailable
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.telemetry.calls import GenerateCall
@@ -215,7 +216,9 @@ def _retry_delay(
     """Seconds to wait before trying again; raises the error where that is not allowed."""
     failure = error_from_rpc(error)
     delay = next(delays, None)
-    if emitted or delay is None or not isinstance(failure, Unavailable):
+    # A server that goes away cancels calls that reach it a moment before it hangs up. (Where this
+    # side cancels, there is no status but a CancelledError.)
+    if emitted or delay is None or not isinstance(failure, Unavailable | Cancelled):
         raise failure from error
     if time.perf_counter() + delay >= deadline:
         raise failure from error

@@ -23,6 +23,9 @@ class OrchestratorConfig(ServerConfig):
     store_url: str = setting(
         "redis://127.0.0.1:6379", help="session store: redis://, rediss:// or unix://", secret=True
     )
+    store_password_file: str = setting(
+        "", help="file with the store's password, where its URL holds none"
+    )
     store_ca: str = setting("", help="PEM CA of the store's certificate")
     store_cert: str = setting("", help="PEM client certificate for the store")
     store_key: str = setting("", help="PEM key of that certificate")

@@ -338,6 +338,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         linger_s=config.session_linger_s,
         lease_s=config.lease_s,
         command_timeout_s=config.store_timeout_s,
+        password_file=config.store_password_file or None,
         ca_file=config.store_ca or None,
         cert_file=config.store_cert or None,
         key_file=config.store_key or None,
@@ -365,7 +366,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         await server.start()
         shown = {"metrics": telemetry.metrics_address} if telemetry.metrics_address else {}
         await server.serving({"models": [model.name for model in registry.models], **shown})
-        await server.until_stopped(lambda: servicer.drain(config.drain_s))
+        await server.until_stopped(lambda: servicer.drain(config.drain_s), hang_up=True)
         await servicer.drain(_FREE_S)
     finally:
         await registry.close()

@@ -65,12 +65,14 @@ class SessionStore:
         linger_s: float = 60.0,
         lease_s: float = 30.0,
         command_timeout_s: float = 2.0,
+        password_file: str | None = None,
         ca_file: str | None = None,
         cert_file: str | None = None,
         key_file: str | None = None,
     ) -> "SessionStore":
         """Connect to redis://, rediss:// (TLS; the files are PEM) or unix://, and look for life.
 
+        The password stands in the URL or in `password_file`.
         `command_timeout_s` bounds every operation as a whole, connecting included.
         """
         times = {
@@ -86,6 +88,7 @@ class SessionStore:
             url,
             script,
             timeout_s=command_timeout_s,
+            password_file=password_file,
             ca_file=ca_file,
             cert_file=cert_file,
             key_file=key_file,

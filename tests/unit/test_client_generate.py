@@ -21,6 +21,7 @@ from test_client_fakes import (
 from outrider import client as client_module
 from outrider.client import GenerationOptions, Message, OutriderClient
 from outrider.errors import (
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidArgument,
@@ -128,7 +129,7 @@ async def test_values_that_no_message_can_hold_name_their_field(options, field):
 
 async def test_unavailable_before_the_first_chunk_is_tried_again_under_the_same_request_id():
     service = FakeService(
-        playing([Unavailable("starting")]), playing([Unavailable("starting")]), playing(answer())
+        playing([Unavailable("starting")]), playing([Cancelled("stopping")]), playing(answer())
     )
     async with serving(service) as address, await OutriderClient.connect(address=address) as client:
         done = await client.complete("hello")

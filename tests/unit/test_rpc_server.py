@@ -6,6 +6,9 @@ import datetime
 import ipaddress
 import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -399,6 +402,77 @@ async def test_running_calls_end_within_the_drain_time():
             await calls[1]
 
 
+async def test_a_server_that_hangs_up_takes_no_new_calls_and_finishes_the_running_ones():
+    started, finish, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(Echo):
+        async def unary_unary(self, request, context):
+            started.set()
+            await finish.wait()
+            return request
+
+    async with running(Slow(), drain_s=20) as server, open_channel(server.address) as channel:
+        under_way = asyncio.create_task(call(channel))
+        await started.wait()
+        stopping = asyncio.create_task(server.until_stopped(drained.wait, hang_up=True))
+        server.request_stop()
+        # On the connection of the running call, and on a new one.
+        async with open_channel(server.address) as other:
+            await until_refused(channel)
+            assert await code_of(call(other, "unary_stream")) == grpc.StatusCode.UNAVAILABLE
+        assert not under_way.done() and not stopping.done()
+        finish.set()
+        assert await under_way == b"hello"
+        drained.set()
+        await asyncio.wait_for(stopping, TIMEOUT_S)
+
+
+async def until_refused(channel):
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                await call(channel, "unary_stream")
+            except grpc.aio.AioRpcError as error:
+                # CANCELLED: it had arrived when the server hung up.
+                assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+                return
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_the_health_port_tells_of_health_without_tls_and_of_nothing_else(tls):
+    port = free_port()
+    settings = server_tls(tls, tls_client_ca=tls["ca"], health_port=port)
+    async with running(**settings) as server, open_channel(f"127.0.0.1:{port}") as channel:
+        assert await health(channel) == "NOT_SERVING"
+        await server.serving({})
+        assert await health(channel) == await health(channel, SERVICE) == "SERVING"
+        for refused in (call(channel), reflected(channel)):
+            assert await code_of(refused) == grpc.StatusCode.UNIMPLEMENTED
+        drained = asyncio.Event()
+        stopping = asyncio.create_task(server.until_stopped(drained.wait, hang_up=True))
+        server.request_stop()
+        while await health(channel) != "NOT_SERVING":
+            await asyncio.sleep(0.01)
+        drained.set()
+        await asyncio.wait_for(stopping, TIMEOUT_S)
+        assert await code_of(health(channel)) == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_health_port_in_use_is_refused_by_name():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(Unavailable) as refused:
+            async with running(health_port=taken.getsockname()[1]):
+                pass
+    assert refused.value.field == "health_port"
+
+
 async def test_reflection_lists_the_services():
     async with running() as server, open_channel(server.address) as channel:
         names = await reflected(channel)
@@ -563,9 +637,9 @@ run_service(ServerConfig, serve, name="demo")
 """
 
 
-def service_process(*argv):
+def service_process(*argv, script=SCRIPT, under=()):
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *argv],
+        [*under, sys.executable, "-c", script, *argv],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -595,3 +669,33 @@ def test_sigterm_drains_and_ends_a_service_cleanly(tmp_path):
         process.wait()
     assert process.returncode == 0
     assert [json.loads(line)["message"] for line in err.splitlines()] == ["draining", "stopped"]
+
+
+LOADING = """
+import sys, time
+from outrider.rpc.server import ServerConfig, run_service
+async def serve(config):
+    print("loading", flush=True)
+    time.sleep(60)
+run_service(ServerConfig, serve, name="demo")
+"""
+NEW_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+def can_unshare():
+    return shutil.which("unshare") and not subprocess.run([*NEW_PIDS, "true"]).returncode
+
+
+@pytest.mark.skipif(not can_unshare(), reason="only root can make process 1 of a namespace")
+def test_sigterm_ends_process_1_while_it_loads():
+    """To process 1 of a container the kernel delivers no signal that has no handler."""
+    process = service_process(script=LOADING, under=NEW_PIDS)
+    try:
+        assert process.stdout.readline() == "loading\n"
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signal.SIGTERM
