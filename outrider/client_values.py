@@ -7,6 +7,7 @@ from outrider.errors import InternalError
 from outrider.types import (
     FinishReason,
     PositionLogprobs,
+    Priority,
     SpeculationStats,
     TokenSource,
     VerificationMode,
@@ -52,6 +53,7 @@ class GenerationOptions:
     session_id: str = ""
     keep_session: bool = False
     request_id: str = ""
+    priority: Priority | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ def generate_request(prompt: Prompt, options: GenerationOptions) -> generation_p
     chosen = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     if options.mode is not None:
         chosen["mode"] = wire.mode_to_proto(options.mode)
+    if options.priority is not None:
+        chosen["priority"] = wire.priority_to_proto(options.priority)
     chosen["request_id"] = chosen["request_id"] or secrets.token_urlsafe(16)
     for part in (request.sampling, request.stop, request.speculation, request):
         fields = {

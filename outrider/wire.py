@@ -21,6 +21,7 @@ from outrider.types import (
     FinishReason,
     GenerationSpec,
     PositionLogprobs,
+    Priority,
     Proposal,
     SamplingParams,
     SparseDistribution,
@@ -52,6 +53,12 @@ _REASONS = {
     FinishReason.CONTEXT_FULL: generation_pb2.FINISH_REASON_CONTEXT_FULL,
 }
 _REASONS_BACK = {value: key for key, value in _REASONS.items()}
+_PRIORITIES = {
+    Priority.HIGH: generation_pb2.PRIORITY_HIGH,
+    Priority.NORMAL: generation_pb2.PRIORITY_NORMAL,
+    Priority.LOW: generation_pb2.PRIORITY_LOW,
+}
+_PRIORITIES_BACK = {value: key for key, value in _PRIORITIES.items()}
 _MAX_STOP_IDS = 64
 _MAX_PROPOSER_BYTES = 64
 _MAX_ADDRESS_BYTES = 256
@@ -74,6 +81,18 @@ def mode_from_proto(value: int) -> VerificationMode:
         return VerificationMode.COUPLED
     require(value in _MODES_BACK, f"unknown verification mode {value}", "mode")
     return _MODES_BACK[value]  # type: ignore[index]
+
+
+def priority_to_proto(priority: Priority) -> "generation_pb2.Priority":
+    return _PRIORITIES[priority]
+
+
+def priority_from_proto(value: int) -> Priority:
+    """The class; unspecified is normal."""
+    if value == generation_pb2.PRIORITY_UNSPECIFIED:
+        return Priority.NORMAL
+    require(value in _PRIORITIES_BACK, f"unknown priority {value}", "priority")
+    return _PRIORITIES_BACK[value]  # type: ignore[index]
 
 
 def sources_to_proto(sources: Iterable[TokenSource]) -> list["common_pb2.TokenSource"]:

@@ -14,10 +14,8 @@ from outrider.errors import (
     AlreadyRunning,
     FailedPrecondition,
     OutriderError,
-    ResourceExhausted,
     Unavailable,
 )
-from outrider.remote.link import WorkerLink
 from outrider.remote.metrics import watch_links
 from outrider.remote.session import Routing
 from outrider.rpc.auth import Authenticator
@@ -26,15 +24,24 @@ from outrider.rpc.status import abort_with
 from outrider.telemetry.catalog import DRAFT, ORCHESTRATOR, TARGET
 from outrider.telemetry.service import Telemetry, start_telemetry
 from outrider.token_log import TokenLog
-from outrider.types import Fence, new_session_id
+from outrider.types import Fence, Priority, new_session_id
 from outrider.v1 import generation_pb2, generation_pb2_grpc
-from outrider.wire import mode_to_proto, reason_to_proto, sampling_to_proto
+from outrider.wire import (
+    mode_to_proto,
+    priority_from_proto,
+    reason_to_proto,
+    sampling_to_proto,
+)
+from services.orchestrator.admission import Admission
+from services.orchestrator.board import SCRIPT, Board
+from services.orchestrator.callers import Callers
 from services.orchestrator.config import OrchestratorConfig
 from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.learned import Learned
 from services.orchestrator.metrics import watch_store
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.observed import RequestWatch, Watch
+from services.orchestrator.placement import block_hashes
 from services.orchestrator.requests import (
     Defaults,
     GenerationPlan,
@@ -42,6 +49,8 @@ from services.orchestrator.requests import (
     plan_generation,
     tokenize_prompt,
 )
+from services.orchestrator.seating import Seating
+from services.orchestrator.seats import Demand, Seat
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_values import GenerationRecord, StoredSession
 
@@ -61,6 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         config: OrchestratorConfig,
         store: SessionStore,
         registry: ModelRegistry,
+        admission: Admission,
         authenticator: Authenticator,
         owner: str,
         watch: Watch,
@@ -69,6 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._watch = watch
         self._store = store
         self._registry = registry
+        self._admission = admission
         self._authenticator = authenticator
         self._owner = owner
         self._defaults = Defaults(config.pinned_length, config.proposer)
@@ -85,8 +96,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 check_ids(request)
                 if not request.request_id:
                     request.request_id = new_session_id()
-                with self._admitted(tenant, request.request_id):
-                    generation = await self._start(request, tenant, context, watch)
+                async with contextlib.AsyncExitStack() as stack:
+                    stack.enter_context(self._admitted(tenant, request.request_id))
+                    generation = await self._start(request, tenant, context, watch, stack)
                     try:
                         # Its decoding must have ended before `end`, or it would open sessions anew.
                         async with contextlib.aclosing(generation.responses()) as responses:
@@ -149,8 +161,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def drain(self, timeout_s: float) -> None:
-        """Return when no generation runs, or the time is over. New ones are refused."""
+        """Return when no generation runs, or the time is over. New ones are refused, and those
+        that wait."""
         self._draining = True
+        self._admission.close()
         deadline = time.monotonic() + timeout_s
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -165,10 +179,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise Unavailable("this orchestrator is shutting down; retry at another")
         if key in self._running:
             raise AlreadyRunning("a request with this id is running", field="request_id")
-        if len(self._running) >= self._config.max_generations:
-            raise ResourceExhausted(
-                f"{self._config.max_generations} generations are running; retry later"
-            )
         self._running.add(key)
         try:
             yield
@@ -181,18 +191,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         tenant: str,
         context: "GenerateContext",
         watch: RequestWatch,
+        stack: contextlib.AsyncExitStack,
     ) -> Generation:
-        """Check the request, own its session, and make its generation."""
+        """Check the request, own its session, wait for a seat, and make its generation. What it
+        holds is freed with the stack."""
         arrived = time.monotonic()
+        deadline = arrived + self._time_left(context)
+        priority = priority_from_proto(request.priority)
+        self._admission.check(tenant, priority)
         model = self._registry.model(request.model)
         if request.session_id:
             session = await self._store.take(request.session_id, tenant=tenant, owner=self._owner)
             model = self._model_of(session, request.model)
             fence, log = session.fence, TokenLog(session.token_ids)
             plan = self._plan(request, model, log)
+            seat = await self._seat(plan, model, log, tenant, priority, deadline, stack)
         else:
             log = TokenLog()
             plan = self._plan(request, model, log)
+            seat = await self._seat(plan, model, log, tenant, priority, deadline, stack)
             fence = await self._create(plan.session_id, model, tenant)
         generation = Generation(
             plan,
@@ -220,11 +237,32 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 learned=self._learned,
             ),
             watch,
+            seat,
             arrived=arrived,
-            deadline=arrived + self._time_left(context),
+            deadline=deadline,
         )
         watch.begins(generation, plan, model.name)
         return generation
+
+    async def _seat(
+        self,
+        plan: GenerationPlan,
+        model: ServedModel,
+        log: TokenLog,
+        tenant: str,
+        priority: Priority,
+        deadline: float,
+        stack: contextlib.AsyncExitStack,
+    ) -> Seat:
+        longest = min(plan.prompt_len + plan.rules.max_tokens, model.context_length)
+        demand = Demand(
+            model=model,
+            session_id=plan.session_id,
+            tokens=longest,
+            blocks=block_hashes(f"{tenant}/{model.name}", (*log.tokens, *plan.prompt_ids)),
+        )
+        waiting = self._admission.seat(tenant, priority, demand, deadline)
+        return await stack.enter_async_context(waiting)
 
     async def _create(self, session_id: str, model: ServedModel, tenant: str) -> Fence:
         """A new session; gone again when the call is cancelled before its generation exists."""
@@ -312,10 +350,18 @@ async def serve(config: OrchestratorConfig) -> None:
 
 
 def _watch(
-    config: OrchestratorConfig, telemetry: Telemetry, store: SessionStore, registry: ModelRegistry
+    config: OrchestratorConfig,
+    telemetry: Telemetry,
+    store: SessionStore,
+    registry: ModelRegistry,
+    admission: Admission,
 ) -> Watch:
     """Tell of requests, the store and the workers."""
     if telemetry.metrics is not None:
+        telemetry.metrics.observe(
+            "outrider.requests.waiting",
+            lambda: [(admission.num_waiting(m.name), {"model": m.name}) for m in registry.models],
+        )
         watch_store(telemetry.metrics, store.tally)
         watch_links(
             telemetry.metrics,
@@ -343,11 +389,15 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         cert_file=config.store_cert or None,
         key_file=config.store_key or None,
     )
-    security = config.worker_security
+    owner = f"{os.uname().nodename}-{new_session_id()}"
     registry = ModelRegistry(
-        [WorkerLink(address, "target", security) for address in config.targets],
-        [WorkerLink(address, "draft", security) for address in config.drafts],
+        config.sources("targets"), config.sources("drafts"), config.worker_security
     )
+    seating = Seating(registry, config.room)
+    admission = Admission(config.admission_limits, Callers.parse(config.caller_limits), seating)
+    registry.listen(admission.dispatch)
+    seating.on_free(admission.dispatch)
+    board = Board(store.running(SCRIPT), registry, owner, admission.num_waiting)
     try:
         await registry.connect(
             target_timeout_s=config.start_timeout_s, draft_timeout_s=config.draft_start_timeout_s
@@ -356,10 +406,12 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             config,
             store,
             registry,
+            admission,
             authenticator,
-            owner=f"{os.uname().nodename}-{new_session_id()}",
-            watch=_watch(config, telemetry, store, registry),
+            owner=owner,
+            watch=_watch(config, telemetry, store, registry, admission),
         )
+        board.start()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
             servicer, server.grpc
         )
@@ -369,6 +421,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         await server.until_stopped(lambda: servicer.drain(config.drain_s), hang_up=True)
         await servicer.drain(_FREE_S)
     finally:
+        await board.close()
         await registry.close()
         await store.close()
 

@@ -103,6 +103,10 @@ class SessionStore:
         """The URL without credentials."""
         return self._client.address
 
+    def running(self, script: str) -> ScriptClient:
+        """The store's connections for another script, until `close`."""
+        return self._client.running(script)
+
     async def close(self) -> None:
         await self._client.close()
 

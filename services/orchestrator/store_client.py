@@ -110,6 +110,16 @@ class ScriptClient:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address})"
 
+    def running(self, script: str) -> "ScriptClient":
+        """The same connections for another script; whoever made this one closes them."""
+        return ScriptClient(
+            self._redis,
+            script,
+            address=self.address,
+            secrets=self._secrets,
+            timeout_s=self._timeout_s,
+        )
+
     async def close(self) -> None:
         await self._redis.aclose()
 

@@ -21,11 +21,8 @@ PROFILES = ("demo", "gpu", "70b")
 VERSIONS = tuple(f"1.{minor}" for minor in range(30, 38))
 """Of Kubernetes."""
 
-NOT_YET = frozenset(
-    "OUTRIDER_ORCHESTRATOR_WORKER_TLS_NAME OUTRIDER_TARGET_DRAFT_TLS_NAME".split()
-)
-"""Settings that the chart makes and the services do not have: discovery by addresses. Empty once
-they do."""
+NOT_YET: frozenset[str] = frozenset()
+"""Settings that the chart makes and the services do not have yet."""
 
 Values = Mapping[str, Any]
 Manifest = dict[str, Any]

@@ -28,8 +28,8 @@ from outrider.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from outrider.types import FinishReason, TokenSource, VerificationMode
-from outrider.v1 import common_pb2
+from outrider.types import FinishReason, Priority, TokenSource, VerificationMode
+from outrider.v1 import common_pb2, generation_pb2
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +80,7 @@ async def test_every_option_reaches_the_request():
         session_id="s",
         keep_session=True,
         request_id="r",
+        priority=Priority.HIGH,
     )
     async with serving(service) as address, await OutriderClient.connect(address=address) as client:
         await client.complete([Message("user", "hello")], options)
@@ -95,7 +96,7 @@ async def test_every_option_reaches_the_request():
     assert full.speculation.proposer == "ngram" and full.HasField("logprobs")
     assert full.speculation.HasField("fan_out") and full.speculation.alternatives == 2
     assert (full.model, full.adapter, full.session_id, full.request_id) == ("m", "a", "s", "r")
-    assert full.keep_session
+    assert full.keep_session and full.priority == generation_pb2.PRIORITY_HIGH
     assert list(empty.prompt[0].tokens.ids) == [1, 2, 3]
     assert empty.request_id  # drawn
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):

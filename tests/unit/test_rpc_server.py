@@ -20,6 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -208,6 +209,20 @@ async def test_tls_by_halves_is_refused_rather_than_served_in_plaintext(tls, hal
         async with running(**{half: tls["ca"]}):
             pass
     assert refused.value.field == "tls_cert"
+
+
+async def test_a_server_that_is_found_by_its_address_must_have_the_name_that_is_expected(tls):
+    async with running(**server_tls(tls)) as server:
+        for name, is_right in (("localhost", True), ("elsewhere", False), ("", True)):
+            security = ChannelSecurity(ca_file=tls["ca"], server_name=name)
+            async with open_channel(server.address, security) as channel:
+                if is_right:
+                    assert await call(channel) == b"hello"
+                else:
+                    assert await code_of(call(channel)) == grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(InvalidArgument) as refused:
+        open_channel("127.0.0.1:1", ChannelSecurity(server_name="localhost"))
+    assert refused.value.field == "ca_file"
 
 
 @pytest.mark.parametrize(
@@ -583,6 +598,41 @@ async def test_errors_arrive_with_type_message_and_field(cls):
                 error = error_from_rpc(caught.value)
                 assert type(error) is cls
                 assert (error.message, error.field) == ("it was ünlikely", field)
+
+
+async def test_when_to_retry_travels_as_clients_of_any_language_expect_it():
+    echo = Echo(errors.ResourceExhausted("full", field="priority", retry_after_s=1.25))
+    async with running(echo) as server, open_channel(server.address) as channel:
+        for kind in KINDS:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(channel, kind, None)
+            error = error_from_rpc(caught.value)
+            assert (error.message, error.field, error.retry_after_s) == ("full", "priority", 1.25)
+        trailers = dict(caught.value.trailing_metadata())
+        assert trailers["grpc-retry-pushback-ms"] == "1250"
+        status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+        assert (status.code, status.message) == (8, "full")
+        [detail] = status.details
+        assert detail.type_url == "type.googleapis.com/google.rpc.RetryInfo"
+        echo.error = errors.ResourceExhausted("full")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel)
+        assert error_from_rpc(caught.value).retry_after_s is None
+        assert "grpc-status-details-bin" not in dict(caught.value.trailing_metadata())
+
+
+@pytest.mark.parametrize("details", [b"", b"\xff\xff", b"\x1a\x02\x0a\x00"])
+async def test_details_that_cannot_be_read_are_left_out(details):
+    class Odd(Echo):
+        async def unary_unary(self, request, context):
+            trailers = (("grpc-status-details-bin", details),)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", trailers)
+
+    async with running(Odd()) as server, open_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel)
+    error = error_from_rpc(caught.value)
+    assert (error.message, error.retry_after_s) == ("full", None)
 
 
 async def test_statuses_of_the_channel_itself_become_errors_too():
