@@ -9,7 +9,18 @@ BIN    := $(VENV)/bin
 INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test exactness check proto bench clean
+# How images are built: the program, a base to build from (default: the Dockerfiles'), where they go,
+# cuda or cpu for workers, and whatever else the build is to be told.
+CONTAINER   ?= podman
+BASE        ?=
+REGISTRY    ?= localhost
+FLAVOUR     ?= cuda
+BUILD_FLAGS ?=
+VERSION     := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' outrider/__init__.py)
+IMAGE_TAG   ?= $(VERSION)
+
+.PHONY: setup demo test exactness check check-chart chart golden proto bench \
+  lock images image-orchestrator image-draft image-target images-test clean
 
 setup: $(VENV)/.installed  ## make .venv with everything in it
 
@@ -32,12 +43,48 @@ test: setup  ## all tests but the long ones
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
 	$(BIN)/pytest -m exactness tests/e2e
 
-check: setup  ## format, lint, types, import rules, protos
+check: setup check-chart  ## format, lint, types, import rules, protos, the chart
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python protos/check.py
+
+check-chart: .tools/.installed  ## the Helm chart: lint, schemas, checkov, golden files
+	$(BIN)/python helm/build --check
+	$(BIN)/pytest -m chart --numprocesses 2 --dist loadfile tests/helm
+
+.tools/.installed: helm/build/tools.py $(VENV)/.installed
+	$(BIN)/python helm/build/tools.py .tools
+	touch $@
+
+chart: setup  ## make the chart's schema, README and dashboard anew
+	$(BIN)/python helm/build
+
+golden: chart .tools/.installed  ## accept what the chart's profiles render
+	$(BIN)/pytest -m chart -k agreed tests/helm --update-golden
+
+lock: setup  ## pin anew what images are made of
+	$(INSTALL) 'uv>=0.9'
+	$(BIN)/python docker/lock.py
+
+images: image-orchestrator image-draft image-target  ## build the images; BASE=, FLAVOUR=cpu, REGISTRY=
+
+image-draft image-target: SUFFIX = $(if $(filter cpu,$(FLAVOUR)),-cpu)
+image-draft image-target: WORKER_ARGS = --build-arg FLAVOUR=$(FLAVOUR)
+
+image-orchestrator image-draft image-target: image-%:
+	$(CONTAINER) build $(BUILD_FLAGS) -f docker/$*.Dockerfile \
+	  $(if $(BASE),--build-arg BASE='$(BASE)') $(WORKER_ARGS) \
+	  --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$(shell git rev-parse HEAD) \
+	  --build-arg CREATED=$(shell git log -1 --format=%cI) \
+	  -t $(REGISTRY)/outrider-$*:$(IMAGE_TAG)$(SUFFIX) .
+
+images-test: .tools/.installed  ## build CPU images, run the demo profile's containers with podman
+	$(MAKE) images FLAVOUR=cpu
+	$(CONTAINER) build $(BUILD_FLAGS) $(if $(BASE),--build-arg BASE='$(BASE)') \
+	  -t localhost/outrider-test-redis:1 -f tests/images/redis.Dockerfile tests/images
+	OUTRIDER_IMAGE_TAG=$(IMAGE_TAG) $(BIN)/pytest -m images tests/images
 
 proto: setup  ## generate outrider/v1 from protos/
 	$(BIN)/python protos/generate.py outrider/v1
@@ -49,4 +96,4 @@ bench: setup  ## plain, speculative and transformers on 20 Spec-Bench prompts
 	  --compare plain,speculative,transformers --json bench-out/bench.json --plot bench-out/bench.png
 
 clean:
-	rm -rf $(VENV) bench-out
+	rm -rf $(VENV) .tools bench-out

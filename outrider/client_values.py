@@ -8,6 +8,7 @@ from outrider.types import (
     Durability,
     FinishReason,
     PositionLogprobs,
+    Priority,
     SamplingParams,
     SessionState,
     SpeculationStats,
@@ -56,6 +57,7 @@ class GenerationOptions:
     keep_session: bool = False
     request_id: str = ""
     durability: Durability | None = None
+    priority: Priority | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ def generate_request(
         chosen["mode"] = wire.mode_to_proto(options.mode)
     if options.durability is not None:
         chosen["durability"] = wire.durability_to_proto(options.durability)
+    if options.priority is not None:
+        chosen["priority"] = wire.priority_to_proto(options.priority)
     chosen["request_id"] = chosen["request_id"] or secrets.token_urlsafe(16)
     for part in (request.sampling, request.stop, request.speculation, request):
         fields = {

@@ -22,15 +22,19 @@ class OutriderError(Exception):
     """Anything that a caller, a peer or the surroundings can cause.
 
     `message` says what was wrong and what is allowed; `field` names the offending field, if one
-    is; `grpc_name` is the name of the gRPC status code.
+    is; `retry_after_s` is when trying again makes sense, where that is known; `grpc_name` is the
+    name of the gRPC status code.
     """
 
     grpc_name = "UNKNOWN"
 
-    def __init__(self, message: str, *, field: str = "") -> None:
+    def __init__(
+        self, message: str, *, field: str = "", retry_after_s: float | None = None
+    ) -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.message = message
         self.field = field
+        self.retry_after_s = retry_after_s
 
 
 class InvalidArgument(OutriderError):

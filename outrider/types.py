@@ -32,6 +32,14 @@ class VerificationMode(enum.Enum):
     REJECTION = "rejection"
 
 
+class Priority(enum.Enum):
+    """What goes first when requests wait for room, from first to last."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
 class TokenSource(enum.Enum):
     """Where an emitted token came from."""
 

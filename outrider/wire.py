@@ -22,6 +22,7 @@ from outrider.types import (
     FinishReason,
     GenerationSpec,
     PositionLogprobs,
+    Priority,
     Proposal,
     SamplingParams,
     SessionState,
@@ -65,6 +66,12 @@ _STATES = {
     SessionState.IDLE: generation_pb2.SESSION_STATE_IDLE,
 }
 _STATES_BACK = {value: key for key, value in _STATES.items()}
+_PRIORITIES = {
+    Priority.HIGH: generation_pb2.PRIORITY_HIGH,
+    Priority.NORMAL: generation_pb2.PRIORITY_NORMAL,
+    Priority.LOW: generation_pb2.PRIORITY_LOW,
+}
+_PRIORITIES_BACK = {value: key for key, value in _PRIORITIES.items()}
 _MAX_STOP_IDS = 64
 _MAX_PROPOSER_BYTES = 64
 _MAX_ADDRESS_BYTES = 256
@@ -87,6 +94,18 @@ def mode_from_proto(value: int) -> VerificationMode:
         return VerificationMode.COUPLED
     require(value in _MODES_BACK, f"unknown verification mode {value}", "mode")
     return _MODES_BACK[value]  # type: ignore[index]
+
+
+def priority_to_proto(priority: Priority) -> "generation_pb2.Priority":
+    return _PRIORITIES[priority]
+
+
+def priority_from_proto(value: int) -> Priority:
+    """The class; unspecified is normal."""
+    if value == generation_pb2.PRIORITY_UNSPECIFIED:
+        return Priority.NORMAL
+    require(value in _PRIORITIES_BACK, f"unknown priority {value}", "priority")
+    return _PRIORITIES_BACK[value]  # type: ignore[index]
 
 
 def sources_to_proto(sources: Iterable[TokenSource]) -> list["common_pb2.TokenSource"]:

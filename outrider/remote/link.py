@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _MAX_BATCH = 256
 _INFO_TIMEOUT_S = 5.0
 _RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 _HANG_UP_S = 2.0
+_WATCH_AGAIN_S = 1.0
 
 ReplyKey = tuple[str, int, int, int]
 """Session id, completion, epoch, number."""
@@ -50,6 +52,7 @@ class WorkerStub(Protocol):
     Run: Any
     Bulk: Any
     Info: Any
+    Watch: Any
 
 
 def key_of(header: worker_pb2.EntryHeader | worker_pb2.ReplyHeader) -> ReplyKey:
@@ -139,7 +142,10 @@ class WorkerLink:
     is dropped and counted.
     """
 
-    def __init__(self, address: str, tier: str, security: ChannelSecurity) -> None:
+    def __init__(
+        self, address: str, tier: str, security: ChannelSecurity, *, watch: bool = False
+    ) -> None:
+        """With `watch` the worker is asked to tell how it is doing (`vitals`)."""
         self.address = address
         self.tier = tier
         self.info: worker_pb2.InfoResponse | None = None
@@ -147,8 +153,11 @@ class WorkerLink:
         self.counters = LinkCounters()
         self.draining = False
         """The worker takes no new sessions: it is about to go."""
-        self.active = 0
-        """Generations that use the link now."""
+        self.vitals: worker_pb2.WatchResponse | None = None
+        """How it said that it is doing, None while it does not say."""
+        self.vitals_at = 0.0
+        """When it said so, on the monotonic clock."""
+        self._watch = watch
         self._channel = open_channel(address, security)
         self._stub: WorkerStub = (
             draft_pb2_grpc.DraftServiceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -169,6 +178,11 @@ class WorkerLink:
     def num_awaited(self) -> int:
         """Entries that somebody awaits replies to."""
         return len(self._waiting)
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of anything that is told here; another one after that."""
+        return self._changed
 
     def start(self) -> None:
         """Connect, and reconnect for ever; `wait_up` tells when."""
@@ -275,16 +289,37 @@ class WorkerLink:
         self.draining = info.draining
         self._set_info(info)
         logger.info("worker up", extra={"tier": self.tier, "address": self.address})
+        watching = asyncio.create_task(self._keep_watching()) if self._watch else None
         try:
             async for response in call:
                 for reply in response.replies:
                     self._deliver(reply)
         finally:
             call.cancel()
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait([watching])
+            self.vitals = None
             self._set_info(None)
             self.counters.reconnects += 1
             for replies in list(self._waiting.values()):
                 replies.break_off(Unavailable(f"the {self.tier} at {self.address} went away"))
+
+    async def _keep_watching(self) -> None:
+        """For as long as the stream lasts; a worker that cannot tell is not asked again."""
+        while True:
+            try:
+                async for vitals in self._stub.Watch(worker_pb2.WatchRequest()):
+                    self.vitals, self.vitals_at = vitals, time.monotonic()
+                    if vitals.draining and not self.draining:
+                        logger.info("worker drains", extra={"address": self.address})
+                        self.draining = True
+                    self.tell()
+            except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                    return
+                logger.debug("watching %s: %s", self.address, error.details())
+            await asyncio.sleep(_WATCH_AGAIN_S)
 
     def _deliver(self, reply: worker_pb2.Reply) -> None:
         self.counters.replies += 1
@@ -313,6 +348,10 @@ class WorkerLink:
         if self.info is not None and info is None:
             logger.warning("worker away", extra={"tier": self.tier, "address": self.address})
         self.info = info
+        self.tell()
+
+    def tell(self) -> None:
+        """Let those who wait for a change look."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -33,12 +33,15 @@ class ChannelSecurity:
 
     `ca_file` switches TLS on; `cert_file` and `key_file` add a client certificate (mTLS);
     `token_file` holds a bearer token that goes with every call. Files are PEM or text.
+    `server_name` is the name that servers' certificates must have where it is not that of the
+    address: of servers that are found by their IP addresses, say.
     """
 
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
     token_file: str = ""
+    server_name: str = ""
 
     @property
     def tls(self) -> bool:
@@ -64,7 +67,7 @@ def open_channel(
     if not MIN_KEEPALIVE_S <= keepalive_s <= 3600:
         raise InvalidArgument(f"{keepalive_s} is not in [1, 3600]", field="keepalive_s")
     security = security or ChannelSecurity()
-    options: list[tuple[str, int | str]] = [
+    options: list[tuple[str, str | int]] = [
         *_OPTIONS,
         *keepalive_options(keepalive_s),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -82,6 +85,8 @@ def open_channel(
         private_key=_read(security.key_file, "key_file") if security.key_file else None,
         certificate_chain=_read(security.cert_file, "cert_file") if security.cert_file else None,
     )
+    if security.server_name:
+        options.append(("grpc.ssl_target_name_override", security.server_name))
     return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
 
 
@@ -99,6 +104,8 @@ def _check_files(security: ChannelSecurity) -> None:
     """Refuse half of what TLS needs: the channel would be weaker than it looks."""
     if (security.cert_file or security.key_file) and not security.ca_file:
         raise InvalidArgument("a client certificate needs the server's CA too", field="ca_file")
+    if security.server_name and not security.ca_file:
+        raise InvalidArgument("a name to expect needs the server's CA too", field="ca_file")
     if bool(security.cert_file) != bool(security.key_file):
         missing = "key_file" if security.cert_file else "cert_file"
         raise InvalidArgument("a certificate and its key go together", field=missing)

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_PING_MS = int(MIN_KEEPALIVE_S * 900)
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_HEALTH_CALLS = 32
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class ServerConfig:
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(0, help="port to listen on; 0 picks a free one")
     socket: str = setting("", help="path of a Unix socket to listen on instead")
+    health_port: int = setting(
+        0,
+        help="port of health alone, without TLS, for probes that speak none; 0: only where the "
+        "other services are",
+    )
     ready_file: str = setting("", help="file that gets address, pid and info once serving")
     tls_cert: str = setting("", help="PEM certificate chain; switches TLS on")
     tls_key: str = setting("", help="PEM private key of the certificate")
@@ -89,10 +95,21 @@ def run_service(
             env_prefix=f"OUTRIDER_{name.upper()}_",
         )
         configure_logging(config.log_level, as_json=config.log_json)
+        _end_on_sigterm()
         logger.info("starting", extra={"service": name, "config": describe(config)})
         _run(serve(config))
     except OutriderError as error:
         sys.exit(f"error: {error}")
+
+
+def _end_on_sigterm() -> None:
+    """Until a service serves, and drains at SIGTERM, the signal ends it at once.
+
+    That is what it does anyhow, but not to process 1 of a container: there the kernel drops
+    signals that have no handler, and a model may take minutes to load.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -117,6 +134,7 @@ class Server:
         self._config = config
         self._service_names = service_names
         self._health = health.aio.HealthServicer()
+        self._health_grpc: grpc.aio.Server | None = None
         self._stop = asyncio.Event()
         self.grpc = grpc.aio.server(
             interceptors=[AuthInterceptor(authenticator)],
@@ -138,6 +156,7 @@ class Server:
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._start_health_port()
         if self._config.socket:
             self.address = f"unix:{self._config.socket}"
             self._bind(self.address)
@@ -166,17 +185,47 @@ class Server:
     def request_stop(self) -> None:
         self._stop.set()
 
-    async def until_stopped(self, drain: Callable[[], Awaitable[None]]) -> None:
-        """Wait for SIGTERM, SIGINT or `request_stop`; then drain within `drain_s` and end."""
+    async def until_stopped(
+        self, drain: Callable[[], Awaitable[None]], *, hang_up: bool = False
+    ) -> None:
+        """Wait for SIGTERM, SIGINT or `request_stop`; then drain within `drain_s` and end.
+
+        New calls are taken until `drain` returns. With `hang_up` none are, and clients are told to
+        connect anew (GOAWAY) once their running calls are over: behind a load balancer they find
+        another server there.
+        """
         loop = asyncio.get_running_loop()
         await self._stop.wait()
         logger.info("draining", extra={"seconds": self._config.drain_s})
         await self._health.enter_graceful_shutdown()
-        started = loop.time()
-        await drain()
-        left = max(self._config.drain_s - (loop.time() - started), 0.0)
-        await self.grpc.stop(left)
+        if hang_up:
+            await asyncio.gather(drain(), self.grpc.stop(self._config.drain_s))
+        else:
+            started = loop.time()
+            await drain()
+            left = max(self._config.drain_s - (loop.time() - started), 0.0)
+            await self.grpc.stop(left)
+        if self._health_grpc:
+            await self._health_grpc.stop(None)
         logger.info("stopped")
+
+    async def _start_health_port(self) -> None:
+        """A server that answers nothing but health, from where nothing else can be reached."""
+        if not self._config.health_port:
+            return
+        address = f"{self._config.host}:{self._config.health_port}"
+        self._health_grpc = grpc.aio.server(
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1024)],
+            maximum_concurrent_rpcs=_HEALTH_CALLS,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_grpc)
+        try:
+            self._health_grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"cannot listen on {address}: {error}", field="health_port"
+            ) from error
+        await self._health_grpc.start()
 
     async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for name in ("", *self._service_names):

@@ -233,6 +233,13 @@ _ORCHESTRATOR_METRICS = (
         "Generate calls that have ended.",
     ),
     _size("outrider.streams", "{stream}", (), (ORCHESTRATOR,), "Generations that run now."),
+    _size(
+        "outrider.requests.waiting",
+        "{request}",
+        ("model",),
+        (ORCHESTRATOR,),
+        "Requests that wait for a place at a target.",
+    ),
     _counter(
         "outrider.tokens", "{token}", ("model", "type"), (ORCHESTRATOR,), "Tokens of generations."
     ),

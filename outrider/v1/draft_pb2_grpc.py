@@ -50,6 +50,11 @@ class DraftServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_worker__pb2.InfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_worker__pb2.InfoResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/outrider.v1.DraftService/Watch',
+                request_serializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -77,6 +82,13 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """How the worker is doing, again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.Info,
                     request_deserializer=outrider_dot_v1_dot_worker__pb2.InfoRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_worker__pb2.InfoResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class DraftService(object):
             '/outrider.v1.DraftService/Info',
             outrider_dot_v1_dot_worker__pb2.InfoRequest.SerializeToString,
             outrider_dot_v1_dot_worker__pb2.InfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.DraftService/Watch',
+            outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+            outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,6 +14,13 @@ class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DURABILITY_REQUIRE: _ClassVar[Durability]
     DURABILITY_BEST_EFFORT: _ClassVar[Durability]
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_LOW: _ClassVar[Priority]
+    PRIORITY_NORMAL: _ClassVar[Priority]
+    PRIORITY_HIGH: _ClassVar[Priority]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -32,6 +39,10 @@ class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 DURABILITY_UNSPECIFIED: Durability
 DURABILITY_REQUIRE: Durability
 DURABILITY_BEST_EFFORT: Durability
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_LOW: Priority
+PRIORITY_NORMAL: Priority
+PRIORITY_HIGH: Priority
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
@@ -106,7 +117,7 @@ class SpeculationOptions(_message.Message):
     def __init__(self, mode: _Optional[_Union[_common_pb2.VerificationMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., proposer: _Optional[str] = ..., fan_out: _Optional[int] = ..., report_rounds: bool = ..., max_speculative_tokens: _Optional[int] = ..., alternatives: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "model", "adapter", "prompt", "sampling", "stop", "speculation", "logprobs", "keep_session", "request_id", "durability", "resumable", "idempotency_key")
+    __slots__ = ("session_id", "model", "adapter", "prompt", "sampling", "stop", "speculation", "logprobs", "keep_session", "request_id", "durability", "resumable", "idempotency_key", "priority")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +131,7 @@ class GenerateRequest(_message.Message):
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model: str
     adapter: str
@@ -133,7 +145,8 @@ class GenerateRequest(_message.Message):
     durability: Durability
     resumable: bool
     idempotency_key: str
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopCriteria, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., logprobs: _Optional[int] = ..., keep_session: bool = ..., request_id: _Optional[str] = ..., durability: _Optional[_Union[Durability, str]] = ..., resumable: bool = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopCriteria, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., logprobs: _Optional[int] = ..., keep_session: bool = ..., request_id: _Optional[str] = ..., durability: _Optional[_Union[Durability, str]] = ..., resumable: bool = ..., idempotency_key: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("session_id", "request_id", "offset", "text_chars", "tokens_hash")

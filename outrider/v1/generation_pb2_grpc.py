@@ -82,7 +82,10 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Starts a session or continues one, and streams what the model says.
+        """Starts a session or continues one, and streams what the model says. Where there is no room at
+        the targets it waits in a bounded queue. RESOURCE_EXHAUSTED says that the queue is full, that
+        its deadline would pass there, or that it did not come to its turn in time;
+        google.rpc.RetryInfo among the status's details says when to try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

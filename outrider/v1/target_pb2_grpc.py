@@ -51,6 +51,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_worker__pb2.InfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_worker__pb2.InfoResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/outrider.v1.TargetService/Watch',
+                request_serializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
+                _registered_method=True)
         self.GetTokenizer = channel.unary_stream(
                 '/outrider.v1.TargetService/GetTokenizer',
                 request_serializer=outrider_dot_v1_dot_target__pb2.GetTokenizerRequest.SerializeToString,
@@ -83,6 +88,13 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """How the worker is doing, again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTokenizer(self, request, context):
         """The model's tokenizer, in pieces of at most 64 KiB, so that an orchestrator needs no model
         files of its own.
@@ -108,6 +120,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Info,
                     request_deserializer=outrider_dot_v1_dot_worker__pb2.InfoRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_worker__pb2.InfoResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTokenizer,
@@ -197,6 +214,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/Info',
             outrider_dot_v1_dot_worker__pb2.InfoRequest.SerializeToString,
             outrider_dot_v1_dot_worker__pb2.InfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.TargetService/Watch',
+            outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+            outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

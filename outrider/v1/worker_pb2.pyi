@@ -411,3 +411,31 @@ class InfoResponse(_message.Message):
     device_id: str
     tensor_parallel: int
     def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ..., max_rows: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., device_id: _Optional[str] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("interval_ms",)
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    interval_ms: int
+    def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("incarnation", "draining", "sessions", "running", "queued", "queue_us", "kv_blocks_free", "pass_us", "busy")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    PASS_US_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    draining: bool
+    sessions: int
+    running: int
+    queued: int
+    queue_us: int
+    kv_blocks_free: int
+    pass_us: int
+    busy: float
+    def __init__(self, incarnation: _Optional[int] = ..., draining: bool = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., pass_us: _Optional[int] = ..., busy: _Optional[float] = ...) -> None: ...

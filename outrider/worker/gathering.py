@@ -27,6 +27,8 @@ class ReturnWindow:
         self._trip_s = 0.0
         self._deviation_s = 0.0
         self._pass_s = 0.0
+        self.busy_s = 0.0
+        """Spent in passes so far."""
         self._answered: dict[Hashable, float] = {}
 
     def answered(self, key: Hashable, now: float) -> None:
@@ -44,7 +46,13 @@ class ReturnWindow:
 
     def passed(self, seconds: float) -> None:
         """A pass has run; who has not come back by then is not waited for again."""
+        self.busy_s += seconds
         self._pass_s += _SMOOTHING * (seconds - self._pass_s)
+
+    @property
+    def pass_s(self) -> float:
+        """A pass, smoothed."""
+        return self._pass_s
 
     def close(self) -> None:
         """The next pass starts."""

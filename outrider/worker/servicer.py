@@ -12,9 +12,12 @@ import grpc.aio
 
 import outrider
 from outrider.engine.loaded_model import LoadedModel
+from outrider.errors import OutriderError
+from outrider.rpc.status import abort_with
 from outrider.types import MAX_PROPOSAL_TOKENS
 from outrider.v1 import worker_pb2
 from outrider.worker.handover import Handover
+from outrider.worker.watching import Vitals, Watching
 from outrider.worker.worker import Worker
 
 PROTOCOL_VERSION = 1
@@ -32,7 +35,7 @@ Outbox = asyncio.Queue[tuple[worker_pb2.Reply, float] | None]
 
 
 class WorkerServicer:
-    """Run, Bulk and Info of both tiers; the services add what is their own."""
+    """Run, Bulk, Info and Watch of both tiers; the services add what is their own."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class WorkerServicer:
         self._capabilities = capabilities
         self._outboxes: set[Outbox] = set()
         self._failure = ""
+        self._watching = Watching(incarnation, self._vitals)
 
     async def Run(
         self,
@@ -107,6 +111,18 @@ class WorkerServicer:
         await self._check_lives(context)
         return self.info()
 
+    async def Watch(
+        self,
+        request: worker_pb2.WatchRequest,
+        context: "Context[worker_pb2.WatchRequest, worker_pb2.WatchResponse]",
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """How the worker is doing, until the watcher goes away or the worker has drained."""
+        try:
+            async for response in self._watching.responses(request):
+                yield response
+        except OutriderError as error:
+            await abort_with(context, error)
+
     def info(self) -> worker_pb2.InfoResponse:
         """What the worker is, now."""
         loaded, limits, load = self.loaded, self._worker.limits, self._worker.load
@@ -156,6 +172,7 @@ class WorkerServicer:
         """Take no new sessions; end the streams when no round has come for a while, or the time
         is over."""
         self._worker.draining = True
+        self._watching.tell()
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
         quiet_since = now()
@@ -165,6 +182,20 @@ class WorkerServicer:
             await asyncio.sleep(0.02)
         for outbox in self._outboxes:
             outbox.put_nowait(None)
+        self._watching.end()
+
+    def _vitals(self) -> Vitals:
+        load = self._worker.load
+        return Vitals(
+            draining=self._worker.draining,
+            sessions=load.sessions,
+            running=load.queued,
+            queued=load.lacking_kv,
+            queue_s=load.lacking_kv_s,
+            kv_blocks_free=load.blocks_free,
+            pass_s=load.pass_s,
+            busy_s=load.busy_s,
+        )
 
 
 async def _next_batch(outbox: Outbox) -> list[worker_pb2.Reply] | None:

@@ -132,7 +132,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A snapshot for Info; may be a moment old."""
+    """A snapshot for Info and Watch; may be a moment old."""
 
     sessions: int
     blocks_free: int
@@ -142,6 +142,12 @@ class WorkerLoad:
     waiting: int
     running: int
     parked: int
+    lacking_kv: int
+    """Of those queued, those that wait for KV."""
+    lacking_kv_s: float
+    """How long the first of them has waited."""
+    pass_s: float
+    busy_s: float
     preemptions: int
     prefix_tokens: int
     prefix_hit_tokens: int
@@ -227,6 +233,7 @@ class Worker:
     @property
     def load(self) -> WorkerLoad:
         scheduler = self._engine.scheduler
+        waiting = list(scheduler.waiting)  # In one step: the worker's thread may change it.
         return WorkerLoad(
             sessions=len(self._sessions),
             blocks_free=scheduler.blocks.num_free,
@@ -235,6 +242,10 @@ class Worker:
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
             parked=len(self._parked),
+            lacking_kv=len(waiting),
+            lacking_kv_s=time.monotonic() - waiting[0].arrived if waiting else 0.0,
+            pass_s=self._window.pass_s,
+            busy_s=self._window.busy_s,
             preemptions=scheduler.preemptions,
             prefix_tokens=scheduler.prefix.asked,
             prefix_hit_tokens=scheduler.prefix.found,

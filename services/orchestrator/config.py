@@ -1,5 +1,6 @@
 """What the orchestrator can be told."""
 
+import os
 from dataclasses import dataclass, replace
 
 from outrider.config import setting
@@ -8,7 +9,18 @@ from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
 from outrider.telemetry.service import TelemetrySettings
 from outrider.types import MAX_ALTERNATIVES, MAX_FAN_OUT, MAX_SPECULATIVE_TOKENS, Durability
+from services.orchestrator.admission import AdmissionLimits
+from services.orchestrator.callers import Callers
+from services.orchestrator.discovery.endpoints import Source
+from services.orchestrator.discovery.kube_api import KubeAccess
+from services.orchestrator.discovery.sources import (
+    FORMS,
+    DiscoveryOptions,
+    needs_kubernetes,
+    source_of,
+)
 from services.orchestrator.proposers import PROPOSER_NAMES
+from services.orchestrator.seating import Room
 
 DIRECT, RELAYED = "direct", "relayed"
 """Who asks a draft: the target, or the orchestrator between two verifications."""
@@ -18,10 +30,23 @@ DIRECT, RELAYED = "direct", "relayed"
 class OrchestratorConfig(ServerConfig):
     """Settings of the orchestrator; see `ServerConfig` for those of its server."""
 
-    targets: tuple[str, ...] = setting((), help="address of a target worker")
-    drafts: tuple[str, ...] = setting((), help="address of a draft worker")
+    targets: tuple[str, ...] = setting((), help=f"where target workers are: {FORMS}")
+    drafts: tuple[str, ...] = setting((), help=f"where draft workers are: {FORMS}")
+    dns_refresh_s: float = setting(5.0, help="seconds after which names are looked up again")
+    kubernetes_api: str = setting(
+        "", help="URL of the Kubernetes API server; default: that of the cluster of this pod"
+    )
+    kubernetes_token_file: str = setting("", help="token for the API server at that URL")
+    kubernetes_ca: str = setting("", help="PEM CA of the API server at that URL")
+    kubernetes_namespace: str = setting(
+        "", help="namespace of services that name none; default: that of this pod"
+    )
+    zone: str = setting("", help="zone of this orchestrator; workers of the same one are preferred")
     store_url: str = setting(
         "redis://127.0.0.1:6379", help="session store: redis://, rediss:// or unix://", secret=True
+    )
+    store_password_file: str = setting(
+        "", help="file with the store's password, where its URL holds none"
     )
     store_ca: str = setting("", help="PEM CA of the store's certificate")
     store_cert: str = setting("", help="PEM client certificate for the store")
@@ -34,6 +59,10 @@ class OrchestratorConfig(ServerConfig):
     worker_cert: str = setting("", help="PEM client certificate for the workers (mTLS)")
     worker_key: str = setting("", help="PEM key of that certificate")
     worker_token_file: str = setting("", help="file with the bearer token for the workers")
+    worker_tls_name: str = setting(
+        "",
+        help="name that the workers' certificates have, where workers are found by IP address",
+    )
     num_speculative_tokens: int = setting(
         -1, help="guesses per round unless a request says; -1: what pays best, round by round"
     )
@@ -64,7 +93,26 @@ class OrchestratorConfig(ServerConfig):
     target_wait_s: float = setting(10.0, help="seconds to wait for a target that went away")
     start_timeout_s: float = setting(120.0, help="seconds to wait for targets at start")
     draft_start_timeout_s: float = setting(15.0, help="seconds to wait for drafts at start")
-    max_generations: int = setting(1024, help="generations at once; more are refused")
+    max_generations: int = setting(1024, help="generations at once; more requests wait")
+    max_target_sessions: int = setting(
+        0,
+        help="generations at once at a target, those of all orchestrators; 0: as many as its pass "
+        "has rows",
+    )
+    kv_overcommit: float = setting(
+        1.0,
+        help="share of a target's KV that its generations may come to need, each at its longest; "
+        "above 1 they may have to wait for each other",
+    )
+    max_waiting: int = setting(
+        256, help="requests of a class of priority that wait for room; more are refused"
+    )
+    max_wait_s: float = setting(30.0, help="seconds that a request waits for room at most")
+    caller_limits: tuple[str, ...] = setting(
+        (),
+        help="what a caller may have, as NAME:running=8:waiting=32:weight=2:priority=normal; "
+        "NAME * is for all others",
+    )
     max_request_s: float = setting(3600.0, help="longest deadline of a request, and the default")
     session_ttl_s: float = setting(3600.0, help="seconds that a kept session lives unused")
     session_linger_s: float = setting(60.0, help="seconds that other sessions outlive their end")
@@ -106,6 +154,50 @@ class OrchestratorConfig(ServerConfig):
         ):
             if not least <= value <= most:
                 raise InvalidArgument(f"{value} is not in [{least}, {most}]", field=name)
+        for name, amount, minimum in (
+            ("max_generations", self.max_generations, 1),
+            ("max_target_sessions", self.max_target_sessions, 0),
+            ("max_waiting", self.max_waiting, 0),
+            ("max_wait_s", self.max_wait_s, 0.0),
+            ("kv_overcommit", self.kv_overcommit, 0.01),
+            ("dns_refresh_s", self.dns_refresh_s, 0.1),
+        ):
+            if not amount >= minimum:
+                raise InvalidArgument(f"{amount} is not at least {minimum:g}", field=name)
+        Callers.parse(self.caller_limits)
+
+    def sources(self, field: str) -> list[Source]:
+        """What `targets` or `drafts` name. Raises InvalidArgument."""
+        texts: tuple[str, ...] = getattr(self, field)
+        wants_kubernetes = any(map(needs_kubernetes, texts))
+        options = DiscoveryOptions(
+            self.dns_refresh_s, self._kubernetes() if wants_kubernetes else None
+        )
+        return [source_of(text, options, field=field) for text in texts]
+
+    def _kubernetes(self) -> KubeAccess:
+        if not self.kubernetes_api:
+            access = KubeAccess.in_cluster(os.environ)
+            return replace(access, namespace=self.kubernetes_namespace or access.namespace)
+        return KubeAccess(
+            self.kubernetes_api,
+            self.kubernetes_token_file,
+            self.kubernetes_ca,
+            self.kubernetes_namespace or "default",
+        )
+
+    @property
+    def room(self) -> Room:
+        return Room(self.max_target_sessions, self.kv_overcommit, self.zone)
+
+    @property
+    def admission_limits(self) -> AdmissionLimits:
+        return AdmissionLimits(
+            max_running=self.max_generations,
+            max_waiting=self.max_waiting,
+            max_wait_s=self.max_wait_s,
+            target_wait_s=self.target_wait_s,
+        )
 
     @property
     def pinned_length(self) -> int | None:
@@ -123,4 +215,5 @@ class OrchestratorConfig(ServerConfig):
             cert_file=self.worker_cert,
             key_file=self.worker_key,
             token_file=self.worker_token_file,
+            server_name=self.worker_tls_name,
         )

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.remote.session import RemoteSession, Spent
@@ -127,6 +128,19 @@ class DirectDraft:
     alternatives: int = 0
 
 
+class Whereabouts(Protocol):
+    """Which workers a session is to go on with. They come and go; asked between rounds."""
+
+    def target_should_change(self) -> bool:
+        """The target is about to go, and there is another one."""
+
+    def direct_draft(self) -> DirectDraft | None:
+        """The draft that the target may ask by itself."""
+
+    def drafted(self, *, failed: bool) -> None:
+        """How the last round went in which the target asked it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     """One verdict, what the target spent on it, and how it came by the proposal if it asked."""
@@ -155,7 +169,7 @@ class Decoder:
     """One generation. `find_target` is called for a target, again when the last one is lost.
 
     Proposals come from the one of `proposers` that the controller names; a target that can ask the
-    `direct` draft does so itself.
+    `direct` draft does so itself. `whereabouts` say when it is time for other workers.
     """
 
     log: TokenLog
@@ -169,6 +183,7 @@ class Decoder:
     with_logprobs: bool = False
     report_rounds: bool = False
     direct: DirectDraft | None = None
+    whereabouts: Whereabouts | None = None
     target: RemoteSession | None = None
     _round_ended: float = 0.0
     _planned: tuple[int, int] = (0, 0)
@@ -215,6 +230,8 @@ class Decoder:
         started = time.perf_counter()
         rounds, dropped = await self._verify(proposed.proposal)
         reports = [round_.report or _NO_REPORT for round_ in rounds]
+        if self.whereabouts is not None and rounds[-1].report is not None:
+            self.whereabouts.drafted(failed=rounds[-1].report.failed)
         waited_us = sum(report.wait_us for report in reports)
         verify_us = max(_elapsed_us(started) - waited_us, 0)
         rounds_us = _elapsed_us(self._round_ended)
@@ -358,7 +375,19 @@ class Decoder:
                 proposal = Proposal()
                 dropped += 1
 
+    def _change_workers(self) -> None:
+        """Leave a target that is about to go; a plan with another draft is a new one. Rounds that
+        the target went on with meanwhile are made again: nobody has seen them."""
+        if self.whereabouts is None:
+            return
+        target, direct = self.target, self.whereabouts.direct_draft()
+        leaves = target is not None and self.whereabouts.target_should_change()
+        if target is not None and (leaves or (self._by_plan and direct != self.direct)):
+            target.settle()
+        self.target, self.direct = None if leaves else target, direct
+
     async def _verify_once(self, proposal: Proposal) -> list[_Round]:
+        self._change_workers()
         target = self.target = self.target or self.find_target()
 
         def set_op(entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:

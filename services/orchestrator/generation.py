@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from outrider.errors import Fenced, InternalError, OutriderError, Unavailable
+from outrider.errors import Fenced, InternalError, OutriderError
 from outrider.remote.link import WorkerLink
 from outrider.remote.session import RemoteSession, Routing
 from outrider.speculation.controller import AdaptiveController, Limits
@@ -29,6 +29,7 @@ from services.orchestrator.decoder import (
     Piece,
     RoundTimes,
 )
+from services.orchestrator.drafting import Drafting, SessionDraft, Whereabouts
 from services.orchestrator.durable import DurableGeneration
 from services.orchestrator.learned import Learned
 from services.orchestrator.metrics import Progress
@@ -45,6 +46,7 @@ from services.orchestrator.proposers import (
 from services.orchestrator.records import record_of
 from services.orchestrator.requests import GenerationPlan
 from services.orchestrator.responses import in_parts, response_of, usage_of
+from services.orchestrator.seats import Seat
 from services.orchestrator.stopping import OutputStream, Released
 from services.orchestrator.store import SessionStore
 from services.orchestrator.takeover import Taken
@@ -86,6 +88,7 @@ class Generation:
         routing: Routing,
         surroundings: Surroundings,
         watch: RequestWatch,
+        seat: Seat,
         *,
         arrived: float,
         deadline: float,
@@ -101,13 +104,10 @@ class Generation:
         self._log = log
         self._routing = routing
         self._around = surroundings
+        self._seat = seat
         self._arrived = arrived
         self._deadline = deadline
         self._taken = taken
-        if taken:
-            registry, before = surroundings.registry, taken.totals
-            registry.remember(plan.session_id, "target", before.target)
-            registry.remember(plan.session_id, "draft", before.draft)
         log.append(plan.prompt_ids)
         self._notes = NoteFormat(plan.logprobs)
         self._durable = DurableGeneration(
@@ -124,9 +124,9 @@ class Generation:
         self._remotes: list[RemoteSession] = []
         self._numbers = itertools.count(1)
         self._output = OutputStream(model.tokenizer, plan.rules, prompt_len=plan.prompt_len)
-        self._direct: DirectDraft | None = None
         self._fan_out = 0
         self._pools: list[ProposerPool] = []
+        self._draft = self._make_draft()
         self._proposers = self._make_proposers()
         self._controller = self._make_controller()
         self._decoder = Decoder(
@@ -140,7 +140,8 @@ class Generation:
             context_length=model.context_length,
             with_logprobs=plan.logprobs is not None,
             report_rounds=plan.report_rounds,
-            direct=self._direct,
+            direct=self._draft.direct() if self._draft is not None else None,
+            whereabouts=Whereabouts(seat, self._draft),
         )
         self._pieces: asyncio.Queue[Piece | OutriderError] = asyncio.Queue(_MAX_PIECES_AHEAD)
         self._failure: OutriderError | None = None
@@ -218,15 +219,13 @@ class Generation:
                 remote.cancel()
             if not ended_well or not self.plan.keep:
                 is_draft = remote.link.tier == "draft"
-                remote.close(opened_by_others=is_draft and self._direct is not None)
-            remote.link.active -= 1
+                remote.close(opened_by_others=is_draft and self._around.drafting == DIRECT)
         if self._taken and not (ended_well and self.plan.keep):
             # Its former owners may have had it elsewhere.
             used = [remote.link for remote in self._remotes]
             close_everywhere(self._around.registry, self._fence, self._routing.tenant, but=used)
         await self._durable.let_go(self._ended_by)
-        if not self.plan.keep and not isinstance(self._ended_by, Fenced):
-            self._around.registry.forget(self.plan.session_id)
+        self._seat.leave(keep=self.plan.keep and not isinstance(self._ended_by, Fenced))
         self._log_end()
 
     async def _decode(self) -> None:
@@ -300,33 +299,40 @@ class Generation:
         plan, found = self.plan, dict[str, Proposer]()
         if plan.num_speculative_tokens == 0:
             return found
-        if plan.proposer != NGRAM:
-            draft = self._make_draft()
-            if draft is not None:
-                found[DRAFT] = draft
+        if self._draft is not None:
+            found[DRAFT] = self._draft
         if plan.proposer != DRAFT:
             found[NGRAM] = NgramLookup(self._log)
             self._pools.append(self._around.learned.pool(self._model.name, NGRAM))
         return found
 
-    def _make_draft(self) -> DraftModel | None:
+    def _make_draft(self) -> SessionDraft | None:
         plan, around = self.plan, self._around
-        link = around.registry.pick_draft(self._model, plan.session_id)
-        if link is None or link.info is None:
+        if plan.num_speculative_tokens == 0 or plan.proposer == NGRAM:
             return None
-        remote = self._remote(link, plan.spec.for_draft(link.info.vocab_size))
-        fingerprint = link.info.model_fingerprint
-        self._pools.append(around.learned.pool(self._model.name, DRAFT, fingerprint))
-        alternatives = num_alternatives(plan, around.alternatives, self._model.info, link.info)
+        worker = self._seat.take_draft()
+        info = worker.link.info if worker is not None else None
+        if worker is None or info is None:
+            return None
+        self._pools.append(around.learned.pool(self._model.name, DRAFT, info.model_fingerprint))
         if around.drafting == DIRECT:
-            self._direct = DirectDraft(link.address, around.draft_timeout_s, alternatives)
-            self._fan_out = self._outcomes_ahead(link.info)
-        return DraftModel(
+            self._fan_out = self._outcomes_ahead(info)
+        return SessionDraft(self._seat, worker, lambda draft: self._ready(draft.link))
+
+    def _ready(self, link: WorkerLink) -> Drafting:
+        """A draft for this session, as long as it lasts."""
+        plan, around = self.plan, self._around
+        info = link.info or worker_pb2.InfoResponse()
+        remote = self._remote(link, plan.spec.for_draft(info.vocab_size))
+        alternatives = num_alternatives(plan, around.alternatives, self._model.info, info)
+        model = DraftModel(
             remote,
             vocab_size=self._model.vocab_size,
             timeout_s=around.draft_timeout_s,
             num_alternatives=alternatives,
         )
+        direct = DirectDraft(link.address, around.draft_timeout_s, alternatives)
+        return Drafting(model, direct if around.drafting == DIRECT else None)
 
     def _make_controller(self) -> Controller:
         plan, around = self.plan, self._around
@@ -334,12 +340,9 @@ class Generation:
             length = plan.num_speculative_tokens if self._proposers else 0
             return FixedLength(length or 0, next(iter(self._proposers), ""), self._fan_out)
         cap = plan.max_speculative_tokens
-        try:
-            target = around.registry.pick_target(self._model, plan.session_id).address
-        except Unavailable:
-            target = ""  # One will come; what it costs is learned anew.
+        target = self._seat.target
         return AdaptiveController(
-            around.learned.load(target),
+            around.learned.load(target.address if target is not None else ""),
             self._pools,
             mode=Mode.PIPELINED if self._fan_out else Mode.SEQUENTIAL,
             limits=Limits(cap=around.max_speculative_tokens if cap is None else cap),
@@ -356,19 +359,15 @@ class Generation:
         return self._around.fan_out
 
     def _find_target(self) -> RemoteSession:
-        link = self._around.registry.pick_target(self._model, self.plan.session_id)
-        return self._remote(link, self.plan.spec)
+        return self._remote(self._seat.find_target().link, self.plan.spec)
 
     async def _wait_for_target(self) -> None:
         loop = asyncio.get_running_loop()
         wait_s = min(self._around.target_wait_s, self._deadline - time.monotonic())
-        await self._around.registry.wait_for_target(
-            self._model, self.plan.session_id, loop.time() + wait_s
-        )
+        await self._around.registry.wait_for_target(self._model, loop.time() + wait_s)
 
     def _remote(self, link: WorkerLink, spec: GenerationSpec) -> RemoteSession:
         remote = RemoteSession(link, self._fence, spec, self._routing, self._log, self._numbers)
-        link.active += 1
         self._remotes.append(remote)
         return remote
 

@@ -145,7 +145,6 @@ class Lifecycle:
 
     async def _forget(self, fence: Fence, tenant: str) -> None:
         close_everywhere(self.registry, fence, tenant)
-        self.registry.forget(fence.session_id)
         with contextlib.suppress(OutriderError):
             await self.store.index.remove(tenant, fence.session_id)
 

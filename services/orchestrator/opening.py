@@ -18,11 +18,13 @@ from outrider.errors import (
 )
 from outrider.remote.session import Routing
 from outrider.token_log import TokenLog
-from outrider.types import Fence
+from outrider.types import Fence, Priority
 from outrider.v1 import generation_pb2
+from services.orchestrator.admission import Admission
 from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.models import ServedModel
 from services.orchestrator.observed import RequestWatch
+from services.orchestrator.placement import block_hashes
 from services.orchestrator.records import asks_the_same, plan_of, record_of
 from services.orchestrator.requests import (
     Defaults,
@@ -30,6 +32,8 @@ from services.orchestrator.requests import (
     plan_generation,
     session_id_for,
 )
+from services.orchestrator.seating import Seating
+from services.orchestrator.seats import Demand, Seat
 from services.orchestrator.store_values import GenerationRecord, StoredSession
 from services.orchestrator.takeover import EndedGeneration, Taken, Told
 
@@ -44,6 +48,54 @@ class Call:
     arrived: float
     deadline: float
     watch: RequestWatch
+    seats: "Seats | None" = None
+    """Where it sits; the opener's."""
+
+
+class Seats:
+    """The seat of one call: waited for once, given back when `stack` ends."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        seating: Seating,
+        stack: contextlib.AsyncExitStack,
+        *,
+        tenant: str,
+        priority: Priority,
+        deadline: float,
+    ) -> None:
+        self._admission = admission
+        self._seating = seating
+        self._stack = stack
+        self._tenant = tenant
+        self._priority = priority
+        self._deadline = deadline
+        self._seat: Seat | None = None
+
+    def check(self) -> None:
+        """Raises PermissionDenied, or ResourceExhausted where waiting is of no use."""
+        self._admission.check(self._tenant, self._priority)
+
+    async def take(
+        self, plan: GenerationPlan, model: ServedModel, log: TokenLog, *, been_at: str = ""
+    ) -> Seat:
+        """A place at a target, that at `been_at` if it can be; `log` is the session's before the
+        prompt. Raises ResourceExhausted, Unavailable."""
+        if self._seat is None:
+            if been_at:
+                self._seating.been_at(plan.session_id, been_at)
+            demand = Demand(
+                model=model,
+                session_id=plan.session_id,
+                tokens=min(plan.prompt_len + plan.rules.max_tokens, model.context_length),
+                blocks=block_hashes(
+                    f"{self._tenant}/{model.name}", (*log.tokens, *plan.prompt_ids)
+                ),
+            )
+            waiting = self._admission.seat(self._tenant, self._priority, demand, self._deadline)
+            self._seat = await self._stack.enter_async_context(waiting)
+        return self._seat
 
 
 class Opener:
@@ -60,25 +112,29 @@ class Opener:
         self._max_sessions = max_sessions
 
     async def start(
-        self, request: generation_pb2.GenerateRequest, call: Call
+        self, request: generation_pb2.GenerateRequest, call: Call, seats: Seats
     ) -> Generation | EndedGeneration:
-        """Check the request, own its session, and make its generation."""
+        """Check the request, own its session, wait for a seat, and make its generation."""
+        seats.check()
+        call = replace(call, seats=seats)
         if request.session_id:
             return await self._continue(request, call)
         model = self._registry.model(request.model)
         session_id = session_id_for(call.tenant, request.idempotency_key)
         log = TokenLog()
         plan = self._plan(request, session_id, model, log)
+        await seats.take(plan, model, log)
         try:
             fence = await self._create(plan, model, call.tenant)
         except AlreadyRunning:
             return await self._again(request, session_id, call)
-        return self._generation(plan, model, fence, log, call)
+        return await self._generation(plan, model, fence, log, call)
 
     async def resume(
-        self, request: generation_pb2.ResumeRequest, call: Call
+        self, request: generation_pb2.ResumeRequest, call: Call, seats: Seats
     ) -> Generation | EndedGeneration:
         """Go on at the client's offset."""
+        call = replace(call, seats=seats)
         told = Told(
             request.offset,
             request.text_chars,
@@ -112,7 +168,7 @@ class Opener:
         model = self._model_of(session, request.model)
         log = TokenLog(session.token_ids)
         plan = self._plan(request, request.session_id, model, log)
-        return self._generation(plan, model, session.fence, log, call)
+        return await self._generation(plan, model, session.fence, log, call)
 
     async def _again(
         self, request: generation_pb2.GenerateRequest, session_id: str, call: Call
@@ -157,7 +213,7 @@ class Opener:
         model = self._model_of(session, request.model)
         log = TokenLog()
         plan = self._plan(request, session_id, model, log)
-        return self._generation(plan, model, session.fence, log, call)
+        return await self._generation(plan, model, session.fence, log, call)
 
     async def _go_on(
         self, session: StoredSession, told: Told, call: Call
@@ -172,6 +228,9 @@ class Opener:
                 return EndedGeneration(plan, record.outcome, taken, model.tokenizer)
             if session.time_left_s <= 0:
                 raise DeadlineExceeded("the time of the request that is resumed is over")
+            log = TokenLog(session.token_ids)
+            if call.seats is not None:
+                await call.seats.take(plan, model, log, been_at=taken.totals.target)
         except OutriderError:
             # Nobody here can go on with it; perhaps somebody elsewhere can.
             if session.running is not None:
@@ -181,9 +240,8 @@ class Opener:
             raise
         deadline = min(call.deadline, time.monotonic() + session.time_left_s)
         call = replace(call, arrived=call.arrived - session.elapsed_s, deadline=deadline)
-        log = TokenLog(session.token_ids)
         self._store.tally.takeovers += 1
-        return self._generation(plan, model, session.fence, log, call, taken)
+        return await self._generation(plan, model, session.fence, log, call, taken)
 
     def _is_repeated(
         self,
@@ -199,7 +257,7 @@ class Opener:
         seed_given = request.sampling.HasField("seed")
         return plan.prompt_ids == prompt_ids and asks_the_same(asked, record, seed_given=seed_given)
 
-    def _generation(
+    async def _generation(
         self,
         plan: GenerationPlan,
         model: ServedModel,
@@ -208,6 +266,8 @@ class Opener:
         call: Call,
         taken: Taken | None = None,
     ) -> Generation:
+        assert call.seats is not None
+        seat = await call.seats.take(plan, model, log)
         generation = Generation(
             plan,
             model,
@@ -222,6 +282,7 @@ class Opener:
             ),
             self._around,
             call.watch,
+            seat,
             arrived=call.arrived,
             deadline=call.deadline,
             taken=taken,

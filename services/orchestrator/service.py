@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from outrider.errors import InvalidArgument, OutriderError
-from outrider.remote.link import WorkerLink
 from outrider.remote.metrics import watch_links
 from outrider.rpc.auth import Authenticator
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
 from outrider.telemetry.catalog import DRAFT, ORCHESTRATOR, TARGET
 from outrider.telemetry.service import Telemetry, start_telemetry
-from outrider.types import Durability, new_session_id
+from outrider.types import Durability, Priority, new_session_id
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from outrider.wire import priority_from_proto
+from services.orchestrator.admission import Admission
+from services.orchestrator.board import SCRIPT, Board
+from services.orchestrator.callers import Callers
 from services.orchestrator.config import OrchestratorConfig
 from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.learned import Learned
@@ -27,9 +30,10 @@ from services.orchestrator.lifecycle import Lifecycle
 from services.orchestrator.metrics import watch_store
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.observed import RequestWatch, Watch
-from services.orchestrator.opening import Call, Opener
+from services.orchestrator.opening import Call, Opener, Seats
 from services.orchestrator.requests import Defaults, check_ids, tokenize_prompt
 from services.orchestrator.running import Place, Running
+from services.orchestrator.seating import Seating
 from services.orchestrator.store import SessionStore
 from services.orchestrator.takeover import EndedGeneration
 
@@ -50,6 +54,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         config: OrchestratorConfig,
         store: SessionStore,
         registry: ModelRegistry,
+        admission: Admission,
+        seating: Seating,
         authenticator: Authenticator,
         owner: str,
         watch: Watch,
@@ -57,8 +63,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._config = config
         self._watch = watch
         self._registry = registry
+        self._admission = admission
+        self._seating = seating
         self._authenticator = authenticator
-        self._running = Running(config.max_generations)
+        self._running = Running(config.max_concurrent_calls)
         self._lifecycle = Lifecycle(store, registry, owner)
         self._opener = Opener(
             _surroundings(config, store, registry),
@@ -76,10 +84,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 check_ids(request)
                 if not request.request_id:
                     request.request_id = new_session_id()
-                with self._running.admitted(
-                    call.tenant, request.request_id, idempotency_key=request.idempotency_key
-                ) as place:
-                    generation = await self._opener.start(request, call)
+                async with contextlib.AsyncExitStack() as stack:
+                    place = stack.enter_context(
+                        self._running.admitted(
+                            call.tenant, request.request_id, idempotency_key=request.idempotency_key
+                        )
+                    )
+                    seats = self._seats(call, priority_from_proto(request.priority), stack)
+                    generation = await self._opener.start(request, call, seats)
                     async with contextlib.aclosing(_stream(generation, place)) as responses:
                         async for response in responses:
                             yield response
@@ -98,8 +110,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 call = self._call(context, watch)
                 if not request.request_id:
                     raise InvalidArgument("is empty", field="request_id")
-                with self._running.admitted(call.tenant, request.request_id, resumes=True) as place:
-                    generation = await self._opener.resume(request, call)
+                async with contextlib.AsyncExitStack() as stack:
+                    place = stack.enter_context(
+                        self._running.admitted(call.tenant, request.request_id, resumes=True)
+                    )
+                    # It has waited for its turn before.
+                    seats = self._seats(call, Priority.HIGH, stack)
+                    generation = await self._opener.resume(request, call, seats)
                     async with contextlib.aclosing(_stream(generation, place)) as responses:
                         async for response in responses:
                             yield response
@@ -176,7 +193,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def drain(self, timeout_s: float) -> None:
-        """Return when no generation runs, or the time is over. New ones are refused."""
+        """Return when no generation runs, or the time is over. New ones are refused, and those
+        that wait."""
+        self._admission.close()
         await self._running.drain(timeout_s)
 
     def _tenant(self, context: "Context[Any, Any]") -> str:
@@ -187,6 +206,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         remaining, limit = context.time_remaining(), self._config.max_request_s
         left_s = limit if remaining is None else min(float(remaining), limit)
         return Call(self._tenant(context), arrived, arrived + left_s, watch)
+
+    def _seats(self, call: Call, priority: Priority, stack: contextlib.AsyncExitStack) -> Seats:
+        return Seats(
+            self._admission,
+            self._seating,
+            stack,
+            tenant=call.tenant,
+            priority=priority,
+            deadline=call.deadline,
+        )
 
     def _model_to_proto(self, model: ServedModel) -> generation_pb2.Model:
         return generation_pb2.Model(
@@ -250,10 +279,18 @@ async def serve(config: OrchestratorConfig) -> None:
 
 
 def _watch(
-    config: OrchestratorConfig, telemetry: Telemetry, store: SessionStore, registry: ModelRegistry
+    config: OrchestratorConfig,
+    telemetry: Telemetry,
+    store: SessionStore,
+    registry: ModelRegistry,
+    admission: Admission,
 ) -> Watch:
     """Tell of requests, the store and the workers."""
     if telemetry.metrics is not None:
+        telemetry.metrics.observe(
+            "outrider.requests.waiting",
+            lambda: [(admission.num_waiting(m.name), {"model": m.name}) for m in registry.models],
+        )
         watch_store(telemetry.metrics, store.tally)
         watch_links(
             telemetry.metrics,
@@ -277,15 +314,20 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         lease_s=config.lease_s,
         resume_s=config.session_resume_s,
         command_timeout_s=config.store_timeout_s,
+        password_file=config.store_password_file or None,
         ca_file=config.store_ca or None,
         cert_file=config.store_cert or None,
         key_file=config.store_key or None,
     )
-    security = config.worker_security
+    owner = f"{os.uname().nodename}-{new_session_id()}"
     registry = ModelRegistry(
-        [WorkerLink(address, "target", security) for address in config.targets],
-        [WorkerLink(address, "draft", security) for address in config.drafts],
+        config.sources("targets"), config.sources("drafts"), config.worker_security
     )
+    seating = Seating(registry, config.room)
+    admission = Admission(config.admission_limits, Callers.parse(config.caller_limits), seating)
+    registry.listen(admission.dispatch)
+    seating.on_free(admission.dispatch)
+    board = Board(store.running(SCRIPT), registry, owner, admission.num_waiting)
     try:
         await registry.connect(
             target_timeout_s=config.start_timeout_s, draft_timeout_s=config.draft_start_timeout_s
@@ -294,19 +336,23 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             config,
             store,
             registry,
+            admission,
+            seating,
             authenticator,
-            owner=f"{os.uname().nodename}-{new_session_id()}",
-            watch=_watch(config, telemetry, store, registry),
+            owner=owner,
+            watch=_watch(config, telemetry, store, registry, admission),
         )
+        board.start()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
             servicer, server.grpc
         )
         await server.start()
         shown = {"metrics": telemetry.metrics_address} if telemetry.metrics_address else {}
         await server.serving({"models": [model.name for model in registry.models], **shown})
-        await server.until_stopped(lambda: servicer.drain(config.drain_s))
+        await server.until_stopped(lambda: servicer.drain(config.drain_s), hang_up=True)
         await servicer.drain(_FREE_S)
     finally:
+        await board.close()
         await registry.close()
         await store.close()
 

@@ -71,12 +71,14 @@ class SessionStore:
         lease_s: float = 30.0,
         resume_s: float = 30.0,
         command_timeout_s: float = 2.0,
+        password_file: str | None = None,
         ca_file: str | None = None,
         cert_file: str | None = None,
         key_file: str | None = None,
     ) -> "SessionStore":
         """Connect to redis://, rediss:// (TLS; the files are PEM) or unix://, and look for life.
 
+        The password stands in the URL or in `password_file`.
         `command_timeout_s` bounds every operation as a whole, connecting included.
         """
         times = {
@@ -93,6 +95,7 @@ class SessionStore:
             url,
             script,
             timeout_s=command_timeout_s,
+            password_file=password_file,
             ca_file=ca_file,
             cert_file=cert_file,
             key_file=key_file,
@@ -112,6 +115,10 @@ class SessionStore:
     def address(self) -> str:
         """The URL without credentials."""
         return self._client.address
+
+    def running(self, script: str) -> ScriptClient:
+        """The store's connections for another script, until `close`."""
+        return self._client.running(script)
 
     async def close(self) -> None:
         await self._client.close()

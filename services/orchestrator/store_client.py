@@ -65,11 +65,13 @@ class ScriptClient:
         script: str,
         *,
         timeout_s: float,
+        password_file: str | None = None,
         ca_file: str | None = None,
         cert_file: str | None = None,
         key_file: str | None = None,
     ) -> "ScriptClient":
         address, secrets = parse_url(url)
+        password = _password_from(password_file, secrets)
         tls = {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
         tls = {name: path for name, path in tls.items() if path}
         if tls and not url.startswith("rediss://"):
@@ -87,13 +89,18 @@ class ScriptClient:
                 socket_connect_timeout=timeout_s,
                 # A pooled connection may have died unnoticed. Every operation can be repeated.
                 retry=Retry(ConstantBackoff(0.01), 1, (redis_errors.ConnectionError,)),
+                **({"password": password} if password else {}),
                 **tls,
             )
         except (ValueError, TypeError):
             # Their text may quote the URL.
             raise InvalidArgument(_url_help("cannot be read"), field="redis_url") from None
         client = cls(
-            Redis.from_pool(pool), script, address=address, secrets=secrets, timeout_s=timeout_s
+            Redis.from_pool(pool),
+            script,
+            address=address,
+            secrets=(*secrets, password) if password else secrets,
+            timeout_s=timeout_s,
         )
         try:
             await client.ping()
@@ -113,6 +120,16 @@ class ScriptClient:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address})"
+
+    def running(self, script: str) -> "ScriptClient":
+        """The same connections for another script; whoever made this one closes them."""
+        return ScriptClient(
+            self._redis,
+            script,
+            address=self.address,
+            secrets=self._secrets,
+            timeout_s=self._timeout_s,
+        )
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -186,6 +203,22 @@ class ScriptClient:
         ):
             return Unavailable(f"{store} refuses writes for now ({detail}); check it, then retry")
         return InternalError(f"{store} answered with an error: {detail}")
+
+
+def _password_from(path: str | None, in_url: tuple[str, ...]) -> str:
+    if not path:
+        return ""
+    field = "store_password_file"
+    if in_url:
+        raise InvalidArgument("the Redis URL holds a password already", field=field)
+    try:
+        password = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise InvalidArgument(f"cannot read {path}: {reason}", field=field) from None
+    if not password:
+        raise InvalidArgument(f"{path} is empty", field=field)
+    return password
 
 
 def parse_url(url: str) -> tuple[str, tuple[str, ...]]:

@@ -68,6 +68,9 @@ class TargetConfig(WorkerConfig):
     draft_cert: str = setting("", help="PEM client certificate for the drafts (mTLS)")
     draft_key: str = setting("", help="PEM key of that certificate")
     draft_token_file: str = setting("", help="file with the bearer token for the drafts")
+    draft_tls_name: str = setting(
+        "", help="name that the drafts' certificates have, where drafts are found by IP address"
+    )
 
     @property
     def draft_security(self) -> ChannelSecurity:
@@ -76,6 +79,7 @@ class TargetConfig(WorkerConfig):
             cert_file=self.draft_cert,
             key_file=self.draft_key,
             token_file=self.draft_token_file,
+            server_name=self.draft_tls_name,
         )
 
 

@@ -86,7 +86,8 @@ async def looping(
     """A target that repeats itself, without a draft, with KV for few sessions: 20 blocks of 32."""
     model = make_looping_model(tmp_path_factory.mktemp("models") / "looping")
     async with parts.worker("target", model, kv_memory="320KiB") as (_, target):
-        async with parts.orchestrator(stack.store_url, targets=[target]) as rig:
+        # All at once, however short KV is: sessions are to lose it to each other.
+        async with parts.orchestrator(stack.store_url, targets=[target], kv_overcommit=100) as rig:
             yield rig
 
 

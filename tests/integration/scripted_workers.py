@@ -129,9 +129,9 @@ class Rig:
         return info
 
     async def keys(self, *, lasting: bool = False) -> set[bytes]:
-        """Keys in the store; `lasting`: without those of ended sessions that are about to go."""
+        """Keys of sessions; `lasting`: without those of ended ones that are about to go."""
         async with Redis.from_url(self.store_url) as redis:
-            keys = await redis.keys("outrider:*")
+            keys = await redis.keys("outrider:{*")
             lives_ms = [await redis.pttl(key) for key in keys]  # -2: gone, -1: for ever
         ended = range(LINGER_S * 1000 + 1)
         return {

@@ -176,6 +176,40 @@ async def test_user_with_least_rights(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "hunter" not in caplog.text
 
 
+async def test_the_password_may_come_from_a_file(tmp_path: Path) -> None:
+    password_file = tmp_path / "password"
+    with running_server("valkey", tmp_path, "--requirepass", "hunter2/@:%") as server:
+        password_file.write_text("hunter2/@:%\n")
+        async with open_store(server.url, password_file=str(password_file)) as store:
+            await create(store)
+            assert "hunter2" not in repr(store) + repr(store._client) + repr(vars(store))
+        password_file.write_text("hunter3")
+        with pytest.raises(FailedPrecondition, match="check user and password") as refused:
+            await SessionStore.connect(
+                server.url, session_ttl_s=60, password_file=str(password_file)
+            )
+        assert "hunter" not in repr(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "text", "fault"),
+    [
+        ("redis://h", None, "cannot read"),
+        ("redis://h", "\n", "is empty"),
+        ("redis://user:pw@h", "pw", "holds a password already"),
+    ],
+)
+async def test_a_password_file_that_does_not_do_is_refused(
+    tmp_path: Path, url: str, text: str | None, fault: str
+) -> None:
+    path = tmp_path / "password"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgument, match=fault) as refused:
+        await SessionStore.connect(url, session_ttl_s=60, password_file=str(path))
+    assert refused.value.field == "store_password_file"
+
+
 async def test_missing_rights_are_named(tmp_path: Path) -> None:
     user = "user outrider on >pw ~outrider:* -@all +ping"
     (tmp_path / "acl").write_text(f"user default off\n{user}\n")

@@ -22,6 +22,7 @@ from test_client_fakes import (
 from outrider import client_resume
 from outrider.client import GenerationOptions, Message, OutriderClient, ResumePolicy
 from outrider.errors import (
+    Cancelled,
     DeadlineExceeded,
     Fenced,
     InternalError,
@@ -32,8 +33,8 @@ from outrider.errors import (
     Unsupported,
 )
 from outrider.rpc.status import abort_with
-from outrider.types import FinishReason, TokenSource, VerificationMode
-from outrider.v1 import common_pb2
+from outrider.types import FinishReason, Priority, TokenSource, VerificationMode
+from outrider.v1 import common_pb2, generation_pb2
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,7 @@ async def test_every_option_reaches_the_request():
         session_id="s",
         keep_session=True,
         request_id="r",
+        priority=Priority.HIGH,
     )
     async with serving(service) as address, await OutriderClient.connect(address=address) as client:
         await client.complete([Message("user", "hello")], options)
@@ -99,7 +101,7 @@ async def test_every_option_reaches_the_request():
     assert full.speculation.proposer == "ngram" and full.HasField("logprobs")
     assert full.speculation.HasField("fan_out") and full.speculation.alternatives == 2
     assert (full.model, full.adapter, full.session_id, full.request_id) == ("m", "a", "s", "r")
-    assert full.keep_session
+    assert full.keep_session and full.priority == generation_pb2.PRIORITY_HIGH
     assert list(empty.prompt[0].tokens.ids) == [1, 2, 3]
     assert empty.request_id  # drawn
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
@@ -133,7 +135,7 @@ async def test_values_that_no_message_can_hold_name_their_field(options, field):
 
 async def test_unavailable_before_the_first_chunk_is_tried_again_under_the_same_request_id():
     service = FakeService(
-        playing([Unavailable("starting")]), playing([Unavailable("starting")]), playing(answer())
+        playing([Unavailable("starting")]), playing([Cancelled("stopping")]), playing(answer())
     )
     async with serving(service) as address, await OutriderClient.connect(address=address) as client:
         done = await client.complete("hello")

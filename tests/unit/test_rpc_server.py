@@ -6,6 +6,9 @@ import datetime
 import ipaddress
 import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -205,6 +209,20 @@ async def test_tls_by_halves_is_refused_rather_than_served_in_plaintext(tls, hal
         async with running(**{half: tls["ca"]}):
             pass
     assert refused.value.field == "tls_cert"
+
+
+async def test_a_server_that_is_found_by_its_address_must_have_the_name_that_is_expected(tls):
+    async with running(**server_tls(tls)) as server:
+        for name, is_right in (("localhost", True), ("elsewhere", False), ("", True)):
+            security = ChannelSecurity(ca_file=tls["ca"], server_name=name)
+            async with open_channel(server.address, security) as channel:
+                if is_right:
+                    assert await call(channel) == b"hello"
+                else:
+                    assert await code_of(call(channel)) == grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(InvalidArgument) as refused:
+        open_channel("127.0.0.1:1", ChannelSecurity(server_name="localhost"))
+    assert refused.value.field == "ca_file"
 
 
 @pytest.mark.parametrize(
@@ -399,6 +417,77 @@ async def test_running_calls_end_within_the_drain_time():
             await calls[1]
 
 
+async def test_a_server_that_hangs_up_takes_no_new_calls_and_finishes_the_running_ones():
+    started, finish, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(Echo):
+        async def unary_unary(self, request, context):
+            started.set()
+            await finish.wait()
+            return request
+
+    async with running(Slow(), drain_s=20) as server, open_channel(server.address) as channel:
+        under_way = asyncio.create_task(call(channel))
+        await started.wait()
+        stopping = asyncio.create_task(server.until_stopped(drained.wait, hang_up=True))
+        server.request_stop()
+        # On the connection of the running call, and on a new one.
+        async with open_channel(server.address) as other:
+            await until_refused(channel)
+            assert await code_of(call(other, "unary_stream")) == grpc.StatusCode.UNAVAILABLE
+        assert not under_way.done() and not stopping.done()
+        finish.set()
+        assert await under_way == b"hello"
+        drained.set()
+        await asyncio.wait_for(stopping, TIMEOUT_S)
+
+
+async def until_refused(channel):
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                await call(channel, "unary_stream")
+            except grpc.aio.AioRpcError as error:
+                # CANCELLED: it had arrived when the server hung up.
+                assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+                return
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_the_health_port_tells_of_health_without_tls_and_of_nothing_else(tls):
+    port = free_port()
+    settings = server_tls(tls, tls_client_ca=tls["ca"], health_port=port)
+    async with running(**settings) as server, open_channel(f"127.0.0.1:{port}") as channel:
+        assert await health(channel) == "NOT_SERVING"
+        await server.serving({})
+        assert await health(channel) == await health(channel, SERVICE) == "SERVING"
+        for refused in (call(channel), reflected(channel)):
+            assert await code_of(refused) == grpc.StatusCode.UNIMPLEMENTED
+        drained = asyncio.Event()
+        stopping = asyncio.create_task(server.until_stopped(drained.wait, hang_up=True))
+        server.request_stop()
+        while await health(channel) != "NOT_SERVING":
+            await asyncio.sleep(0.01)
+        drained.set()
+        await asyncio.wait_for(stopping, TIMEOUT_S)
+        assert await code_of(health(channel)) == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_health_port_in_use_is_refused_by_name():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(Unavailable) as refused:
+            async with running(health_port=taken.getsockname()[1]):
+                pass
+    assert refused.value.field == "health_port"
+
+
 async def test_reflection_lists_the_services():
     async with running() as server, open_channel(server.address) as channel:
         names = await reflected(channel)
@@ -511,6 +600,41 @@ async def test_errors_arrive_with_type_message_and_field(cls):
                 assert (error.message, error.field) == ("it was ünlikely", field)
 
 
+async def test_when_to_retry_travels_as_clients_of_any_language_expect_it():
+    echo = Echo(errors.ResourceExhausted("full", field="priority", retry_after_s=1.25))
+    async with running(echo) as server, open_channel(server.address) as channel:
+        for kind in KINDS:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(channel, kind, None)
+            error = error_from_rpc(caught.value)
+            assert (error.message, error.field, error.retry_after_s) == ("full", "priority", 1.25)
+        trailers = dict(caught.value.trailing_metadata())
+        assert trailers["grpc-retry-pushback-ms"] == "1250"
+        status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+        assert (status.code, status.message) == (8, "full")
+        [detail] = status.details
+        assert detail.type_url == "type.googleapis.com/google.rpc.RetryInfo"
+        echo.error = errors.ResourceExhausted("full")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel)
+        assert error_from_rpc(caught.value).retry_after_s is None
+        assert "grpc-status-details-bin" not in dict(caught.value.trailing_metadata())
+
+
+@pytest.mark.parametrize("details", [b"", b"\xff\xff", b"\x1a\x02\x0a\x00"])
+async def test_details_that_cannot_be_read_are_left_out(details):
+    class Odd(Echo):
+        async def unary_unary(self, request, context):
+            trailers = (("grpc-status-details-bin", details),)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", trailers)
+
+    async with running(Odd()) as server, open_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel)
+    error = error_from_rpc(caught.value)
+    assert (error.message, error.retry_after_s) == ("full", None)
+
+
 async def test_statuses_of_the_channel_itself_become_errors_too():
     async with open_channel("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -563,9 +687,9 @@ run_service(ServerConfig, serve, name="demo")
 """
 
 
-def service_process(*argv):
+def service_process(*argv, script=SCRIPT, under=()):
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *argv],
+        [*under, sys.executable, "-c", script, *argv],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -595,3 +719,33 @@ def test_sigterm_drains_and_ends_a_service_cleanly(tmp_path):
         process.wait()
     assert process.returncode == 0
     assert [json.loads(line)["message"] for line in err.splitlines()] == ["draining", "stopped"]
+
+
+LOADING = """
+import sys, time
+from outrider.rpc.server import ServerConfig, run_service
+async def serve(config):
+    print("loading", flush=True)
+    time.sleep(60)
+run_service(ServerConfig, serve, name="demo")
+"""
+NEW_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+def can_unshare():
+    return shutil.which("unshare") and not subprocess.run([*NEW_PIDS, "true"]).returncode
+
+
+@pytest.mark.skipif(not can_unshare(), reason="only root can make process 1 of a namespace")
+def test_sigterm_ends_process_1_while_it_loads():
+    """To process 1 of a container the kernel delivers no signal that has no handler."""
+    process = service_process(script=LOADING, under=NEW_PIDS)
+    try:
+        assert process.stdout.readline() == "loading\n"
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signal.SIGTERM

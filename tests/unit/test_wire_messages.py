@@ -11,6 +11,7 @@ from outrider.types import (
     FinishReason,
     GenerationSpec,
     PositionLogprobs,
+    Priority,
     Proposal,
     SamplingParams,
     SparseDistribution,
@@ -109,6 +110,15 @@ def test_specs_outside_their_ranges_are_refused_by_name(changes, field):
     with pytest.raises(InvalidArgument) as refused:
         wire.spec_from_proto(worker_pb2.GenerationSpec(**fields), vocab_size=10)
     assert refused.value.field == field
+
+
+def test_priorities_come_back_and_unspecified_is_normal():
+    for priority in Priority:
+        assert wire.priority_from_proto(wire.priority_to_proto(priority)) is priority
+    assert wire.priority_from_proto(0) is Priority.NORMAL
+    with pytest.raises(InvalidArgument) as unknown:
+        wire.priority_from_proto(9)
+    assert unknown.value.field == "priority"
 
 
 def test_modes_come_back_and_unspecified_is_coupled():

@@ -1,0 +1,358 @@
+"""The JSON schema of the chart's values. Strict: what is not named here is refused, so that a
+typing error does not quietly leave a default in force."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from comments import Path
+from services.draft import service as draft
+from services.orchestrator.config import OrchestratorConfig
+from services.target.service import TargetConfig
+
+Schema = dict[str, Any]
+
+# What the chart sets by itself, from other values.
+MANAGED = frozenset(
+    "host port socket health_port ready_file drain_s metrics_address auth_token_file "
+    "tls_cert tls_key tls_client_ca worker_ca worker_cert worker_key worker_token_file "
+    "worker_tls_name draft_ca draft_cert draft_key draft_token_file draft_tls_name "
+    "store_url store_password_file store_ca store_cert store_key targets drafts zone "
+    "model model_name cache_dir tensor_parallel group_token_file group_host group_port".split()
+)
+
+STRING: Schema = {"type": "string"}
+BOOL: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "integer", "minimum": 1}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+AMOUNT: Schema = {"type": ["integer", "string"], "pattern": r"^\d+%?$", "minimum": 0}
+QUANTITY: Schema = {"type": "string", "pattern": r"^\d+(\.\d+)?([EPTGMk]i?|m)?$"}
+NAME: Schema = {
+    "type": "string",
+    "pattern": r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?$",
+    "maxLength": 253,
+}
+DURATION: Schema = {"type": "string", "pattern": r"^(\d+(\.\d+)?(ms|s|m|h))+$"}
+TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+# Objects of Kubernetes, which checks them itself.
+OBJECT: Schema = {"type": "object"}
+OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
+
+
+def obj(**properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def one_of(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def array(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+def named(**properties: Schema) -> Schema:
+    """A list of objects of Kubernetes that have names; `properties` may be among the rest."""
+    return array(
+        {"type": "object", "required": ["name"], "properties": {"name": STRING, **properties}}
+    )
+
+
+RESOURCES = obj(
+    requests={"type": "object", "additionalProperties": {"type": ["string", "integer", "number"]}},
+    limits={"type": "object", "additionalProperties": {"type": ["string", "integer", "number"]}},
+    claims=OBJECTS,
+)
+TOLERATIONS = array(
+    obj(
+        key=STRING,
+        operator=one_of("Exists", "Equal", "Lt", "Gt"),
+        value=STRING,
+        effect=one_of("NoSchedule", "PreferNoSchedule", "NoExecute"),
+        tolerationSeconds={"type": "integer"},
+    )
+)
+AFFINITY = obj(nodeAffinity=OBJECT, podAffinity=OBJECT, podAntiAffinity=OBJECT)
+SPREAD = array(
+    {
+        "type": "object",
+        "required": ["maxSkew", "topologyKey", "whenUnsatisfiable"],
+        "properties": {
+            "maxSkew": POSITIVE,
+            "topologyKey": STRING,
+            "whenUnsatisfiable": one_of("DoNotSchedule", "ScheduleAnyway"),
+        },
+    }
+)
+PLACE = {
+    "podAnnotations": TEXTS,
+    "nodeSelector": TEXTS,
+    "affinity": AFFINITY,
+    "tolerations": TOLERATIONS,
+    "priorityClassName": NAME,
+}
+
+
+def image(*, registry: bool = False) -> Schema:
+    parts = {
+        "repository": {"type": "string", "minLength": 1},
+        "tag": {"type": "string", "pattern": r"^[A-Za-z0-9_.-]{0,128}$"},
+        "digest": {"type": "string", "pattern": r"^(sha256:[0-9a-f]{64})?$"},
+    }
+    return obj(**({"registry": {"type": "string", "minLength": 1}} if registry else {}), **parts)
+
+
+def settings_of(config: type) -> Schema:
+    """The settings of a service that are left to the user."""
+    hints = typing.get_type_hints(config)
+    properties = {}
+    for field in dataclasses.fields(config):
+        if field.name not in MANAGED and not field.metadata.get("secret"):
+            kind = _type_of(hints[field.name])
+            if field.metadata["choices"]:
+                kind = one_of(*field.metadata["choices"])
+            properties[field.name] = kind | {"description": field.metadata["help"]}
+    return obj(**properties)
+
+
+def _type_of(hint: Any) -> Schema:
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return array(STRING)
+    return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[hint]}
+
+
+def tier(config: type, **more: Schema) -> Schema:
+    """What all tiers of the services' own have."""
+    return obj(
+        replicas=COUNT,
+        image=image(),
+        settings=settings_of(config),
+        extraEnv=named(),
+        extraVolumes=named(),
+        extraVolumeMounts=named(mountPath=STRING),
+        resources=RESOURCES,
+        startupSeconds=POSITIVE,
+        preStopSeconds=POSITIVE,
+        drainSeconds=POSITIVE,
+        minReadySeconds=COUNT,
+        serviceAccount=obj(create=BOOL, name=NAME, annotations=TEXTS),
+        podDisruptionBudget=obj(enabled=BOOL, maxUnavailable=AMOUNT),
+        autoscaling=obj(
+            kind=one_of("none", "hpa", "keda"),
+            minReplicas=POSITIVE,
+            maxReplicas=POSITIVE,
+            targets={
+                "type": "object",
+                "additionalProperties": {"type": "number", "minimum": 0},
+            },
+            behavior=OBJECT,
+        ),
+        podLabels=TEXTS,
+        topologySpreadConstraints=SPREAD,
+        runtimeClassName=NAME,
+        **PLACE,
+        **more,
+    )
+
+
+def worker(config: type, **more: Schema) -> Schema:
+    cache = more.pop("cache", obj(size=QUANTITY, volume=OBJECT))
+    return tier(
+        config,
+        model=obj(
+            reference={"type": "string", "minLength": 1},
+            name=STRING,
+            volume=OBJECT,
+            hubTokenSecret=NAME,
+        ),
+        gpu=obj(resource={"type": "string", "minLength": 1}, count=COUNT),
+        shmSize=QUANTITY,
+        cache=cache,
+        **more,
+    )
+
+
+def route() -> Schema:
+    return obj(enabled=BOOL, parentRefs=OBJECTS, hostnames=array(STRING), annotations=TEXTS) | when(
+        "enabled", then={"parentRefs": {"minItems": 1}}
+    )
+
+
+def when(switch: str, *, then: dict[str, Schema], is_: Any = True) -> Schema:
+    """What must hold where a switch has a value."""
+    return {
+        "if": {"properties": {switch: {"const": is_}}},
+        "then": {"properties": then},
+    }
+
+
+REDIS = obj(
+    enabled=BOOL,
+    image=image(registry=True),
+    maxMemory={"type": "string", "pattern": r"^\d+([kmg]b)?$"},
+    persistence=obj(
+        enabled=BOOL,
+        size=QUANTITY,
+        storageClass=STRING,
+        appendFsync=one_of("always", "everysec", "no"),
+    ),
+    existingSecret=NAME,
+    resources=RESOURCES,
+    external=obj(
+        # A password would end in a ConfigMap.
+        url={"type": "string", "pattern": r"^(rediss?://([^:@/]*@)?[^:@/]+(:\d+)?(/\d*)?)?$"},
+        passwordSecret=NAME,
+        passwordKey={"type": "string", "minLength": 1},
+        tlsSecret=NAME,
+        clientCertificate=BOOL,
+        peers=OBJECTS,
+        port=PORT,
+    ),
+    **PLACE,
+) | when("enabled", is_=False, then={"external": {"properties": {"url": {"minLength": 1}}}})
+
+TLS = obj(
+    mode=one_of("certManager", "secrets", "selfSigned", "none"),
+    certManager=obj(
+        issuerRef=obj(name=NAME, kind=STRING, group=STRING),
+        duration=DURATION,
+        renewBefore=DURATION,
+    ),
+    secrets=obj(orchestrator=NAME, draft=NAME, target=NAME, redis=NAME),
+    selfSigned=obj(validityDays=POSITIVE),
+    publicSecret=NAME,
+    extraNames=array({"type": "string", "minLength": 1}),
+    requireClientCertificate=BOOL,
+)
+
+MONITOR = obj(enabled=BOOL, labels=TEXTS, interval=DURATION)
+
+
+def build() -> Schema:
+    return obj(
+        # Helm's own, and for charts that have this one as a part.
+        **{"global": OBJECT},
+        nameOverride=NAME,
+        fullnameOverride=NAME,
+        commonLabels=TEXTS,
+        commonAnnotations=TEXTS,
+        clusterDomain={"type": "string", "minLength": 1},
+        listenHost={"type": "string", "minLength": 1},
+        image=obj(
+            registry={"type": "string", "minLength": 1},
+            tag={"type": "string", "pattern": r"^[A-Za-z0-9_.-]{0,128}$"},
+            pullPolicy=one_of("Always", "IfNotPresent", "Never"),
+        ),
+        imagePullSecrets=named(),
+        podSecurityContext=OBJECT,
+        containerSecurityContext=OBJECT,
+        discovery=one_of("dns", "kubernetes"),
+        ports=obj(orchestrator=PORT, draft=PORT, target=PORT, health=PORT),
+        tls=TLS,
+        auth=obj(
+            callers=obj(enabled=BOOL, existingSecret=NAME),
+            workers=obj(enabled=BOOL, existingSecret=NAME),
+        ),
+        orchestrator=tier(
+            OrchestratorConfig,
+            strategy=OBJECT,
+            service=obj(
+                type=one_of("ClusterIP", "NodePort", "LoadBalancer"),
+                port=PORT,
+                annotations=TEXTS,
+                appProtocol=STRING,
+            ),
+        ),
+        draft=worker(draft.WorkerConfig, strategy=OBJECT),
+        target=worker(
+            TargetConfig,
+            kind=one_of("StatefulSet", "LeaderWorkerSet"),
+            group=obj(
+                size=POSITIVE,
+                tensorParallel=POSITIVE,
+                maxUnavailable=AMOUNT,
+                maxSurge=AMOUNT,
+                exclusiveTopology=STRING,
+            ),
+            cache=obj(size=QUANTITY, volume=OBJECT, claim=OBJECT),
+        ),
+        redis=REDIS,
+        networkPolicy=obj(
+            enabled=BOOL,
+            callers=OBJECTS,
+            prometheus=OBJECTS,
+            dns=OBJECTS,
+            apiServer=OBJECTS,
+            apiServerPorts=array(PORT),
+            collector=OBJECTS,
+            modelHub=BOOL,
+        ),
+        metrics=obj(
+            enabled=BOOL,
+            port=PORT,
+            signals={
+                "type": "object",
+                "propertyNames": {"pattern": "^[a-z][A-Za-z0-9]*$"},
+                "additionalProperties": {"type": "string", "minLength": 1},
+            },
+            prometheusUrl={"type": "string", "pattern": "^https?://"},
+            podMonitor=MONITOR,
+            serviceMonitor=MONITOR,
+            rules=obj(enabled=BOOL, labels=TEXTS),
+            dashboard=obj(enabled=BOOL, labels=TEXTS, annotations=TEXTS),
+        ),
+        ingress=obj(enabled=BOOL, className=NAME, annotations=TEXTS, host=STRING, tlsSecret=NAME)
+        | when("enabled", then={"host": {"minLength": 1}}),
+        gateway=obj(
+            grpcRoute=route(),
+            httpRoute=route(),
+            backendTls=obj(enabled=BOOL, caCertificateRefs=OBJECTS)
+            | when("enabled", then={"caCertificateRefs": {"minItems": 1}}),
+        ),
+        test=obj(
+            prompt={"type": "string", "minLength": 1}, maxTokens=POSITIVE, timeoutSeconds=POSITIVE
+        ),
+        extraObjects=array({"type": ["object", "string"]}),
+    )
+
+
+def with_descriptions(comments: dict[Path, str], values: dict[str, Any]) -> Schema:
+    """The schema, each value described by its comment. Fails where a value has none, or where
+    schema and values differ in what there is."""
+    schema = build()
+    _describe(schema, comments, values, ())
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of Outrider's chart",
+        **schema,
+    }
+
+
+def _describe(schema: Schema, comments: dict[Path, str], values: Any, path: Path) -> None:
+    """Of a branch: what is described value by value."""
+    for name, part in list(schema["properties"].items()):
+        here = (*path, name)
+        if name == "global" and not path:
+            continue
+        if name not in values:
+            raise SystemExit(f"values.yaml lacks {'.'.join(here)}")
+        described = schema["properties"][name] = dict(part)
+        if here in comments:
+            described["description"] = comments[here]
+        if has_below(comments, here) and "properties" in described:
+            described["properties"] = dict(described["properties"])
+            _describe(described, comments, values[name], here)
+        elif here not in comments and not has_below(comments, here):
+            raise SystemExit(f"values.yaml says nothing of {'.'.join(here)}")
+    for name in values:
+        if name not in schema["properties"]:
+            raise SystemExit(f"helm/build/schema.py lacks {'.'.join((*path, name))}")
+
+
+def has_below(comments: dict[Path, str], path: Path) -> bool:
+    """Whether the values below are described one by one."""
+    return any(len(other) > len(path) and other[: len(path)] == path for other in comments)

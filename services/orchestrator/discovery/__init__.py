@@ -1,0 +1,1 @@
+"""Who the workers are: addresses from settings, DNS or Kubernetes, as they come and go."""

@@ -1,0 +1,280 @@
+"""Installations that the chart must render well, and some that it must refuse."""
+
+from charts import PROFILES, Case
+
+_GPU_POOL = {
+    "gpu": {"resource": "nvidia.com/mig-2g.20gb", "count": 2},
+    "nodeSelector": {"pool": "gpus"},
+    "tolerations": [{"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [
+                    {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}
+                ]
+            }
+        }
+    },
+    "topologySpreadConstraints": [
+        {
+            "maxSkew": 1,
+            "topologyKey": "topology.kubernetes.io/zone",
+            "whenUnsatisfiable": "DoNotSchedule",
+        }
+    ],
+    "runtimeClassName": "nvidia",
+    "priorityClassName": "serving",
+    "podLabels": {"team": "models"},
+    "podAnnotations": {"note": "a"},
+}
+_SECRETS = {"orchestrator": "a", "draft": "b", "target": "c", "redis": "d"}
+_KEDA = {"autoscaling": {"kind": "keda"}}
+_HPA = {"autoscaling": {"kind": "hpa"}}
+
+PROFILE_CASES = (Case("defaults"), *(Case(name, profile=name) for name in PROFILES))
+
+MATRIX = (
+    Case("plaintext", {"tls": {"mode": "none"}, "auth": {"callers": {"enabled": False}}}),
+    Case("no-tokens", {"auth": {"callers": {"enabled": False}, "workers": {"enabled": False}}}),
+    Case("supplied-certificates", {"tls": {"mode": "secrets", "secrets": _SECRETS}}),
+    Case(
+        "self-signed",
+        {"tls": {"mode": "selfSigned", "extraNames": ["llm.example.com", "10.0.0.1", "::1"]}},
+    ),
+    Case("partly-supplied", {"tls": {"mode": "selfSigned", "secrets": {"orchestrator": "a"}}}),
+    Case(
+        "an-issuer",
+        {
+            "tls": {
+                "certManager": {"issuerRef": {"name": "vault", "kind": "ClusterIssuer"}},
+                "extraNames": ["llm.example.com", "10.0.0.1"],
+                "publicSecret": "public",
+                "requireClientCertificate": True,
+            }
+        },
+    ),
+    Case(
+        "supplied-secrets",
+        {
+            "auth": {"callers": {"existingSecret": "c"}, "workers": {"existingSecret": "w"}},
+            "redis": {"existingSecret": "r", "persistence": {"storageClass": "fast"}},
+        },
+    ),
+    Case(
+        "discovery-by-kubernetes",
+        {
+            "discovery": "kubernetes",
+            "orchestrator": {"serviceAccount": {"create": False, "name": "mine"}},
+        },
+    ),
+    Case("store-in-memory", {"redis": {"persistence": {"enabled": False}}}),
+    Case(
+        "a-store-elsewhere",
+        {"redis": {"enabled": False, "external": {"url": "redis://store.example.com:6380/1"}}},
+    ),
+    Case(
+        "a-store-elsewhere-with-tls",
+        {
+            "redis": {
+                "enabled": False,
+                "external": {
+                    "url": "rediss://outrider@store.example.com:6380",
+                    "passwordSecret": "p",
+                    "passwordKey": "redis-password",
+                    "tlsSecret": "t",
+                    "clientCertificate": True,
+                    "peers": [{"ipBlock": {"cidr": "10.1.2.0/24"}}],
+                    "port": 6380,
+                },
+            }
+        },
+    ),
+    Case("no-drafts", {"draft": {"replicas": 0}, "metrics": {"rules": {"enabled": True}}}),
+    Case("hpa", {"orchestrator": _HPA, "draft": _HPA, "target": _HPA}),
+    Case("keda", {"orchestrator": _KEDA, "draft": _KEDA, "target": _KEDA}),
+    Case(
+        "groups",
+        {
+            "target": {
+                "kind": "LeaderWorkerSet",
+                "group": {
+                    "size": 4,
+                    "tensorParallel": 16,
+                    "maxUnavailable": "25%",
+                    "maxSurge": 1,
+                    "exclusiveTopology": "topology.kubernetes.io/rack",
+                },
+                **_HPA,
+                **_GPU_POOL,
+            }
+        },
+    ),
+    Case("groups-of-one", {"target": {"kind": "LeaderWorkerSet", **_KEDA}}),
+    Case("no-policies", {"networkPolicy": {"enabled": False}}),
+    Case(
+        "narrow-policies",
+        {
+            "networkPolicy": {
+                "callers": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
+                "collector": [{"podSelector": {"matchLabels": {"app": "otel"}}}],
+                "modelHub": True,
+            }
+        },
+    ),
+    Case(
+        "monitored",
+        {
+            "metrics": {
+                "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+                "serviceMonitor": {"enabled": True},
+                "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+                "dashboard": {"enabled": True, "annotations": {"folder": "models"}},
+            }
+        },
+    ),
+    Case("no-metrics", {"metrics": {"enabled": False}}),
+    Case(
+        "ingress",
+        {
+            "ingress": {
+                "enabled": True,
+                "className": "nginx",
+                "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPCS"},
+                "host": "llm.example.com",
+                "tlsSecret": "public",
+            }
+        },
+    ),
+    Case(
+        "routes",
+        {
+            "gateway": {
+                "grpcRoute": {
+                    "enabled": True,
+                    "parentRefs": [{"name": "outside", "namespace": "gateways"}],
+                    "hostnames": ["llm.example.com"],
+                },
+                "httpRoute": {"enabled": True, "parentRefs": [{"name": "outside"}]},
+                "backendTls": {
+                    "enabled": True,
+                    "caCertificateRefs": [{"group": "", "kind": "ConfigMap", "name": "ca"}],
+                },
+            }
+        },
+    ),
+    Case("pools", {"draft": _GPU_POOL, "target": _GPU_POOL}),
+    Case(
+        "models-as-images",
+        {
+            "target": {
+                "model": {
+                    "reference": "/models/8b",
+                    "name": "big",
+                    "volume": {"image": {"reference": "registry.example.com/models/8b:1"}},
+                    "hubTokenSecret": "hub",
+                }
+            }
+        },
+        since="1.31",
+    ),
+    Case(
+        "volumes",
+        {
+            "target": {
+                "cache": {
+                    "claim": {
+                        "accessModes": ["ReadWriteOnce"],
+                        "resources": {"requests": {"storage": "10Gi"}},
+                    }
+                },
+                "extraEnv": [{"name": "A", "value": "b"}],
+                "extraVolumes": [{"name": "more", "emptyDir": {}}],
+                "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+            },
+            "draft": {"cache": {"volume": {"persistentVolumeClaim": {"claimName": "shared"}}}},
+        },
+    ),
+    Case(
+        "images",
+        {
+            "image": {"registry": "registry.example.com/outrider", "tag": "1.2.3"},
+            "imagePullSecrets": [{"name": "pull"}],
+            "target": {"image": {"digest": "sha256:" + "ab" * 32}},
+            "redis": {"image": {"registry": "registry.example.com", "tag": "8"}},
+        },
+    ),
+    Case(
+        "names",
+        {
+            "fullnameOverride": "speedy",
+            "nameOverride": "llm",
+            "commonLabels": {"cost-centre": "7"},
+            "commonAnnotations": {"owner": "models"},
+            "clusterDomain": "k8s.example.com",
+            "listenHost": "[::]",
+        },
+    ),
+    Case(
+        "settings",
+        {
+            "orchestrator": {
+                "settings": {
+                    "max_message_bytes": 16777216,
+                    "lease_s": 12.5,
+                    "log_json": False,
+                    "proposer": "auto",
+                },
+                "service": {"type": "LoadBalancer", "appProtocol": "grpc"},
+            },
+            "target": {"settings": {"threads": 3, "kv_memory": "3GiB"}},
+            "draft": {"resources": {"limits": {"cpu": "1500m"}}},
+        },
+    ),
+    Case(
+        "more-objects",
+        {
+            "extraObjects": [
+                "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-first\n",
+                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "second"}},
+            ]
+        },
+    ),
+)
+
+REFUSED = (
+    ("a typing error", {"orchestrater": {}}, "orchestrater"),
+    ("a typing error below", {"target": {"replica": 2}}, "replica"),
+    ("an unknown setting", {"target": {"settings": {"kv_memry": "1GiB"}}}, "kv_memry"),
+    ("a setting of the wrong type", {"target": {"settings": {"max_rows": "many"}}}, "max_rows"),
+    ("a setting outside its choices", {"draft": {"settings": {"dtype": "int3"}}}, "dtype"),
+    ("a setting of the chart's own", {"draft": {"settings": {"port": 1}}}, "port"),
+    ("a port out of range", {"ports": {"target": 70000}}, "target"),
+    (
+        "a password in a ConfigMap",
+        {"redis": {"enabled": False, "external": {"url": "redis://u:secret@h:1"}}},
+        "external/url",
+    ),
+    ("no store", {"redis": {"enabled": False}}, "external"),
+    ("certificates of nobody", {"tls": {"mode": "secrets"}}, "tls.secrets.orchestrator"),
+    ("a group in a StatefulSet", {"target": {"group": {"size": 2}}}, "LeaderWorkerSet"),
+    (
+        "ranks that would not know each other",
+        {
+            "target": {"kind": "LeaderWorkerSet", "group": {"size": 2}},
+            "auth": {"workers": {"enabled": False}},
+        },
+        "auth.workers",
+    ),
+    (
+        "scaling by nothing",
+        {"metrics": {"enabled": False}, "draft": {"autoscaling": {"kind": "hpa"}}},
+        "metrics.enabled",
+    ),
+    (
+        "scaling by a signal that there is not",
+        {"draft": {"autoscaling": {"kind": "keda", "targets": {"luck": 1}}}},
+        "luck",
+    ),
+    ("an ingress for no host", {"ingress": {"enabled": True}}, "host"),
+    ("a route from no gateway", {"gateway": {"grpcRoute": {"enabled": True}}}, "parentRefs"),
+)

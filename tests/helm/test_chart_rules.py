@@ -1,0 +1,425 @@
+"""What must hold between the objects that the chart renders, and between them and the services."""
+
+import base64
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.x509.oid import ExtensionOID
+
+from cases import MATRIX, PROFILE_CASES
+from charts import CHART, NOT_YET, Case, Manifest, named, of_kind, pods, render
+from outrider.config import load_config
+from services.draft.service import WorkerConfig
+from services.orchestrator.config import OrchestratorConfig
+from services.target.service import TargetConfig
+
+pytestmark = pytest.mark.chart
+
+CASES = [*PROFILE_CASES, *MATRIX]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+CONFIGS: dict[str, type] = {
+    "orchestrator": OrchestratorConfig,
+    "draft": WorkerConfig,
+    "target": TargetConfig,
+}
+
+
+def tier_of(manifest: Manifest) -> str:
+    return str(manifest["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def settings(manifests: list[Manifest], tier: str) -> dict[str, str]:
+    (found,) = (m for m in of_kind(manifests, "ConfigMap")
+                if m["metadata"].get("labels") and tier_of(m) == tier)  # fmt: skip
+    return dict(found["data"])
+
+
+def containers(pod: Manifest) -> list[Manifest]:
+    return list(pod["spec"]["containers"])
+
+
+@every_case
+def test_services_know_their_settings(case: Case) -> None:
+    manifests = render(case)
+    for tier, config in CONFIGS.items():
+        env = {k: v for k, v in settings(manifests, tier).items() if k not in NOT_YET}
+        prefix = f"OUTRIDER_{tier.upper()}_"
+        assert all(key.startswith(prefix) for key in env)
+        load_config(config, [], env, prog=tier, env_prefix=prefix)
+
+
+@every_case
+def test_pods_may_nothing_that_they_need_not(case: Case) -> None:
+    for name, pod in pods(render(case)):
+        spec = pod["spec"]
+        # Or a Service named outrider-target would be taken for a setting.
+        assert spec["enableServiceLinks"] is False, name
+        asks_api = case.values.get("discovery") == "kubernetes" or case.profile in ("gpu", "70b")
+        wanted = asks_api and tier_of(pod) == "orchestrator"
+        assert spec["automountServiceAccountToken"] is wanted, name
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in containers(pod):
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True, name
+            assert security["allowPrivilegeEscalation"] is False, name
+            assert security["capabilities"] == {"drop": ["ALL"]}, name
+            assert container["resources"]["limits"]["memory"], name
+
+
+@every_case
+def test_what_pods_mount_is_there(case: Case) -> None:
+    manifests = render(case)
+    secrets = {m["metadata"]["name"]: set(m["data"]) for m in of_kind(manifests, "Secret")}
+    for made in of_kind(manifests, "Certificate"):
+        secrets[made["spec"]["secretName"]] = {"ca.crt", "tls.crt", "tls.key"}
+    maps = {m["metadata"]["name"] for m in of_kind(manifests, "ConfigMap")}
+    supplied = set(re.findall(r"'(\w{1,8})'", str(case.values))) | {"outrider-hub"}
+    claims = {
+        f"StatefulSet/{m['metadata']['name']}": {
+            claim["metadata"]["name"] for claim in m["spec"].get("volumeClaimTemplates", ())
+        }
+        for m in of_kind(manifests, "StatefulSet")
+    }
+    for name, pod in pods(manifests):
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        for container in containers(pod):
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted == set(volumes) | claims.get(name, set()), name
+            for source in container.get("envFrom", ()):
+                assert source["configMapRef"]["name"] in maps, name
+        for volume in volumes.values():
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in maps, name
+            secret = volume.get("secret")
+            if secret and secret["secretName"] in secrets:
+                keys = {item["key"] for item in secret.get("items", ())}
+                assert keys <= secrets[secret["secretName"]], name
+            elif secret:
+                assert secret["secretName"] in supplied, (name, secret)
+
+
+@every_case
+def test_files_that_settings_name_are_mounted(case: Case) -> None:
+    manifests = render(case)
+    for name, pod in pods(manifests):
+        tier = tier_of(pod)
+        if tier not in CONFIGS:
+            continue
+        (container,) = containers(pod)
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        for key, value in settings(manifests, tier).items():
+            if value.startswith(("/etc/", "/cache", "/models")):
+                assert any(value.startswith(mount) for mount in mounts), (name, key, value)
+
+
+@every_case
+def test_services_reach_the_pods_of_their_tier_alone(case: Case) -> None:
+    manifests = render(case)
+    templates = list(pods(manifests))
+    for service in of_kind(manifests, "Service"):
+        selector = dict(service["spec"]["selector"])
+        first_of_group = selector.pop("leaderworkerset.sigs.k8s.io/worker-index", None)
+        found = [
+            (name, pod)
+            for name, pod in templates
+            if selector.items() <= pod["metadata"]["labels"].items()
+            and not (first_of_group == "0" and name.endswith(" worker"))
+        ]
+        assert len(found) == 1, (service["metadata"]["name"], [name for name, _ in found])
+        ports = {port["name"] for port in containers(found[0][1])[0]["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    groups = of_kind(manifests, "LeaderWorkerSet")
+    names = {service["metadata"]["name"] for service in of_kind(manifests, "Service")}
+    # The controller makes a Service of the group's name.
+    assert not names & {group["metadata"]["name"] for group in groups}
+
+
+@every_case
+def test_addresses_are_those_of_services_that_certificates_name(case: Case) -> None:
+    manifests = render(case)
+    env = settings(manifests, "orchestrator")
+    names = certificate_names(manifests)
+    for key, port_of in (("TARGETS", "target"), ("DRAFTS", "draft")):
+        address = env[f"OUTRIDER_ORCHESTRATOR_{key}"]
+        if not address:
+            assert case.name == "no-drafts"
+            continue
+        scheme, _, rest = address.partition(":///")
+        host, _, port = rest.rpartition(":")
+        service = named(manifests, "Service", host.split(".")[0])
+        assert service["spec"]["clusterIP"] == "None"
+        assert int(port) in {p["port"] for p in service["spec"]["ports"]}
+        assert port == settings(manifests, port_of)[f"OUTRIDER_{port_of.upper()}_PORT"]
+        if scheme == "dns" and port_of in names:
+            assert host in names[port_of] and f"*.{host}" in names[port_of]
+        if port_of in names:
+            assert env["OUTRIDER_ORCHESTRATOR_WORKER_TLS_NAME"] in names[port_of]
+    if "redis" in names:
+        assert re.search(r"@([^:]+):", env["OUTRIDER_ORCHESTRATOR_STORE_URL"])[1] in names["redis"]
+
+
+def certificate_names(manifests: list[Manifest]) -> dict[str, set[str]]:
+    """DNS names by tier, of the certificates that the chart sees to."""
+    found = {
+        tier_of(m): set(m["spec"]["dnsNames"])
+        for m in of_kind(manifests, "Certificate")
+        if not m["spec"].get("isCA")
+    }
+    for secret in of_kind(manifests, "Secret"):
+        if "tls.crt" in secret["data"] and tier_of(secret) != "ca":
+            found[tier_of(secret)] = set(names_in(secret))
+    return found
+
+
+def certificate(secret: Manifest, key: str = "tls.crt") -> x509.Certificate:
+    return x509.load_pem_x509_certificate(base64.b64decode(secret["data"][key]))
+
+
+def names_in(secret: Manifest) -> list[str]:
+    extension = certificate(secret).extensions.get_extension_for_oid(
+        ExtensionOID.SUBJECT_ALTERNATIVE_NAME
+    )
+    return list(extension.value.get_values_for_type(x509.DNSName))
+
+
+def test_certificates_of_helm_are_of_one_ca_and_have_all_names() -> None:
+    case = next(case for case in CASES if case.name == "self-signed")
+    manifests = render(case)
+    ca = certificate(named(manifests, "Secret", "demo-outrider-ca"))
+    secrets = [m for m in of_kind(manifests, "Secret") if "ca.crt" in m["data"]]
+    assert {tier_of(secret) for secret in secrets} == {"orchestrator", "draft", "target", "redis"}
+    for secret in secrets:
+        assert certificate(secret, "ca.crt") == ca
+        certificate(secret).verify_directly_issued_by(ca)
+    orchestrator = named(manifests, "Secret", "demo-outrider-orchestrator-tls")
+    extension = certificate(orchestrator).extensions.get_extension_for_oid(
+        ExtensionOID.SUBJECT_ALTERNATIVE_NAME
+    )
+    assert "llm.example.com" in names_in(orchestrator)
+    addresses = extension.value.get_values_for_type(x509.IPAddress)
+    assert {str(address) for address in addresses} == {"10.0.0.1", "::1"}
+
+
+@every_case
+def test_pods_have_the_time_that_draining_takes(case: Case) -> None:
+    manifests = render(case)
+    for name, pod in pods(manifests):
+        tier = tier_of(pod)
+        for container in containers(pod):
+            if tier not in CONFIGS:
+                continue
+            env = settings(manifests, tier)
+            drain = float(env[f"OUTRIDER_{tier.upper()}_DRAIN_S"])
+            asleep = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            if name.endswith(" worker"):  # Until the first rank has drained.
+                leader = next(
+                    p for n, p in pods(manifests) if n == name.replace("worker", "leader")
+                )
+                hook = leader["spec"]["containers"][0]["lifecycle"]["preStop"]
+                assert asleep == hook["sleep"]["seconds"] + drain
+                assert pod["spec"]["terminationGracePeriodSeconds"] > asleep
+                continue
+            # After draining an orchestrator frees what is left, for some seconds more.
+            assert pod["spec"]["terminationGracePeriodSeconds"] >= drain + asleep + 10, name
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                port = str(container[probe]["grpc"]["port"])
+                assert port == env[f"OUTRIDER_{tier.upper()}_HEALTH_PORT"], name
+            startup = container["startupProbe"]
+            allowed = startup["failureThreshold"] * startup["periodSeconds"]
+            if tier == "orchestrator":
+                assert allowed > float(env["OUTRIDER_ORCHESTRATOR_START_TIMEOUT_S"]), name
+
+
+ARROWS = {
+    ("anyone", "orchestrator", 50051),
+    ("orchestrator", "target", 50053),
+    ("orchestrator", "draft", 50052),
+    ("target", "draft", 50052),
+    ("orchestrator", "redis", 6379),
+    *(("prometheus", tier, 9464) for tier in CONFIGS),
+}
+"""docs/design.md §4; a caller, and Prometheus."""
+
+
+def test_network_policies_allow_the_arrows_of_the_design_and_nothing_else() -> None:
+    arrows_in, arrows_out = arrows(render(Case("defaults")))
+    assert arrows_in == ARROWS
+    dns = {(tier, "dns", 53) for tier in (*CONFIGS, "test")}
+    within = {arrow for arrow in ARROWS if arrow[0] not in ("anyone", "prometheus")}
+    assert arrows_out == within | dns | {("test", "orchestrator", 50051)}
+
+
+def test_groups_may_talk_within_their_tier_and_callers_can_be_named() -> None:
+    by_name = {case.name: case for case in MATRIX}
+    for found in arrows(render(by_name["groups"])):
+        assert ("target", "target", 0) in found
+    arrows_in, arrows_out = arrows(render(by_name["narrow-policies"]))
+    assert ("anyone", "orchestrator", 50051) not in arrows_in
+    assert {("apps", "orchestrator", 50051), ("test", "orchestrator", 50051)} <= arrows_in
+    internet = {arrow for arrow in arrows_out if arrow[1] == "internet"}
+    assert internet == {("draft", "internet", 443), ("target", "internet", 443)}
+    assert ("orchestrator", "otel", 4317) in arrows_out
+
+
+def arrows(manifests: list[Manifest]) -> tuple[set[Any], set[Any]]:
+    """What policies let in, and let out: from, to, port (0: any)."""
+    arrows_in, arrows_out = set(), set()
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        spec = policy["spec"]
+        tier = spec["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        for rule in spec.get("ingress", ()):
+            arrows_in |= {(p, tier, n) for p in peers(rule.get("from")) for n in numbers(rule)}
+        for rule in spec.get("egress", ()):
+            arrows_out |= {(tier, p, n) for p in peers(rule.get("to")) for n in numbers(rule)}
+    return arrows_in, arrows_out
+
+
+def numbers(rule: Manifest) -> set[int]:
+    return {port["port"] for port in rule.get("ports", [{"port": 0}])}
+
+
+def peers(selectors: list[Manifest] | None) -> set[str]:
+    if selectors is None:
+        return {"anyone"}
+    found = set()
+    for selector in selectors:
+        text = json.dumps(selector)
+        if "ipBlock" in selector:
+            found.add("internet")
+        elif "monitoring" in text:
+            found.add("prometheus")
+        elif "kube-dns" in text:
+            found.add("dns")
+        else:
+            (labels,) = (part["matchLabels"] for part in selector.values())
+            found.add(labels.get("app.kubernetes.io/component") or next(iter(labels.values())))
+    return found
+
+
+@every_case
+def test_every_pod_has_a_policy(case: Case) -> None:
+    manifests = render(case)
+    covered = {
+        policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        for policy in of_kind(manifests, "NetworkPolicy")
+    }
+    if case.name == "no-policies":
+        assert not covered
+    else:
+        assert covered == {tier_of(pod) for _, pod in pods(manifests)}
+
+
+@every_case
+def test_scalers_scale_what_has_no_replicas_of_its_own(case: Case) -> None:
+    manifests = render(case)
+    scaled = set()
+    for scaler in of_kind(manifests, "HorizontalPodAutoscaler", "ScaledObject"):
+        reference = scaler["spec"]["scaleTargetRef"]
+        workload = named(manifests, reference["kind"], reference["name"])
+        assert workload["apiVersion"] == reference["apiVersion"]
+        assert "replicas" not in workload["spec"]
+        assert scaler["spec"].get("metrics") or scaler["spec"].get("triggers")
+        scaled.add(reference["name"])
+    for workload in of_kind(manifests, "Deployment", "StatefulSet", "LeaderWorkerSet"):
+        if workload["metadata"]["name"] not in scaled:
+            assert "replicas" in workload["spec"]
+
+
+def test_pods_roll_when_their_settings_change_and_only_theirs() -> None:
+    before = dict(pods(render(Case("defaults"))))
+    changed = Case("changed", {"draft": {"settings": {"max_rows": 17}}})
+    after = dict(pods(render(changed)))
+    assert {name for name in before if before[name] != after[name]} == {
+        "Deployment/demo-outrider-draft"
+    }
+
+
+def test_threads_follow_the_cpus_that_a_pod_may_use() -> None:
+    for name, tier, expected in (
+        ("defaults", "target", "4"),
+        ("settings", "target", "3"),
+        ("settings", "draft", "2"),
+        ("pools", "target", None),
+    ):
+        case = next(case for case in CASES if case.name == name)
+        env = settings(render(case), tier)
+        assert env.get(f"OUTRIDER_{tier.upper()}_THREADS") == expected, name
+
+
+def test_numbers_reach_services_as_they_were_written() -> None:
+    case = next(case for case in CASES if case.name == "settings")
+    env = settings(render(case), "orchestrator")
+    assert env["OUTRIDER_ORCHESTRATOR_MAX_MESSAGE_BYTES"] == "16777216"
+    assert env["OUTRIDER_ORCHESTRATOR_LEASE_S"] == "12.5"
+    assert env["OUTRIDER_ORCHESTRATOR_LOG_JSON"] == "false"
+
+
+def test_helm_test_asks_as_a_caller_would() -> None:
+    from outrider.cli.__main__ import build_parser
+
+    pod = named(render(Case("demo", profile="demo")), "Pod", "demo-outrider-test")
+    command = containers(pod)[0]["command"]
+    assert command[0] == "outrider"
+    args = build_parser().parse_args(command[1:])
+    assert args.address == "demo-outrider-orchestrator.outrider.svc.cluster.local:50051"
+    assert args.ca_file and args.token_file and args.prompt, shlex.join(command)
+
+
+NAMES = re.compile(r"\b(?:outrider|gen_ai)_[a-z0-9_]+")
+OF_THE_TARGET = {"namespace", "app_kubernetes_io_instance", "app_kubernetes_io_component"}
+"""Labels that monitors add."""
+
+
+def test_dashboard_alerts_and_signals_ask_for_metrics_that_there_are() -> None:
+    catalog = pytest.importorskip("outrider.telemetry.catalog")
+    known = set(catalog.prometheus_names())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
+    queries += [variable["query"]["query"] for variable in dashboard["templating"]["list"][1:]]
+    queries += [
+        alert["expr"] for alert in yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    ]
+    queries += values["metrics"]["signals"].values()
+    asked = {name for query in queries for name in NAMES.findall(query)}
+    assert len(asked) > 25 and asked <= known, asked - known
+    labels = {
+        name: {catalog.prometheus_label(key) for key in metric.labels}
+        for metric in catalog.METRICS
+        for name in metric.series
+    }
+    for query in queries:
+        for name, matchers in re.findall(r"(\w+)\{([^}]*)\}", query):
+            used = set(re.findall(r"(\w+)=", matchers)) - OF_THE_TARGET
+            assert used <= labels[name], (name, used - labels[name])
+
+
+def test_signals_are_recorded_under_the_names_that_scalers_ask_for() -> None:
+    scaled = next(case for case in CASES if case.name == "hpa")
+    asked = {
+        metric["external"]["metric"]["name"]
+        for scaler in of_kind(render(scaled), "HorizontalPodAutoscaler")
+        for metric in scaler["spec"]["metrics"]
+    }
+    monitored = next(case for case in CASES if case.name == "monitored")
+    (rules,) = of_kind(render(monitored), "PrometheusRule")
+    recorded = {
+        rule["record"] for group in rules["spec"]["groups"] for rule in group["rules"]
+        if "record" in rule
+    }  # fmt: skip
+    assert asked <= recorded and len(asked) == 6
+
+
+def test_a_release_without_drafts_is_not_told_that_it_has_none() -> None:
+    case = next(case for case in CASES if case.name == "no-drafts")
+    (rules,) = of_kind(render(case), "PrometheusRule")
+    alerts = {rule.get("alert") for group in rules["spec"]["groups"] for rule in group["rules"]}
+    assert "OutriderNoTarget" in alerts and "OutriderNoDraft" not in alerts

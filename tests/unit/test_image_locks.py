@@ -1,0 +1,66 @@
+"""What images are made of is pinned, and is what pyproject.toml asks for."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINNED = re.compile(r"^(?P<name>[a-z0-9][a-z0-9.-]*)==(?P<version>[^ ;\\]+)", re.MULTILINE)
+
+
+def pinned(*names: str) -> dict[str, set[str]]:
+    """Versions by package; there are several where Pythons need different ones."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        for match in PINNED.finditer((ROOT / "docker" / "locks" / name).read_text()):
+            found.setdefault(match["name"], set()).add(match["version"])
+    return found
+
+
+def asked(*extras: str) -> list[Requirement]:
+    texts = [*PROJECT["dependencies"]]
+    for extra in extras:
+        texts += PROJECT["optional-dependencies"][extra]
+    return [Requirement(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("extras", "locks"),
+    [((), ("orchestrator.txt",)), (("worker", "quantised"), ("worker.txt", "cuda.txt"))],
+    ids=["orchestrator", "worker"],
+)
+def test_every_dependency_is_pinned_as_asked_for(
+    extras: tuple[str, ...], locks: tuple[str, ...]
+) -> None:
+    """After a change of dependencies: `make lock`."""
+    found = pinned(*locks)
+    for requirement in asked(*extras):
+        if requirement.name == "torch":  # An argument of the images.
+            continue
+        versions = found.get(requirement.name, set())
+        assert versions, f"{requirement.name} is missing; run `make lock`"
+        assert all(requirement.specifier.contains(version) for version in versions), requirement
+
+
+def test_the_torch_of_the_images_is_the_one_that_the_rest_was_pinned_for() -> None:
+    (wanted,) = re.findall(r'^TORCH = "(.+)"', (ROOT / "docker/lock.py").read_text(), re.MULTILINE)
+    for tier in ("draft", "target"):
+        text = (ROOT / "docker" / f"{tier}.Dockerfile").read_text()
+        assert f"ARG TORCH={wanted}\n" in text
+    torch = next(r for r in asked("worker") if r.name == "torch")
+    assert torch.specifier.contains(wanted.partition("==")[2])
+
+
+def test_nothing_of_a_model_hub_or_of_torch_is_in_the_orchestrator() -> None:
+    unwanted = {"huggingface-hub", "hf-xet", "torch", "transformers", "triton", "fsspec"}
+    assert not unwanted & pinned("orchestrator.txt").keys()
+
+
+def test_every_pin_has_a_hash() -> None:
+    for path in (ROOT / "docker" / "locks").glob("*.txt"):
+        for block in re.split(r"^(?=[a-z0-9])", path.read_text(), flags=re.MULTILINE)[1:]:
+            assert "--hash=sha256:" in block, (path.name, block.splitlines()[0])

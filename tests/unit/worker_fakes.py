@@ -1,0 +1,101 @@
+"""Workers that serve the worker protocol as far as being found goes: Info, Watch, tokenizer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from outrider.types import new_nonce
+from outrider.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+from tiny import make_tokenizer
+
+TOKENIZER = json.dumps(
+    {
+        "tokenizer": make_tokenizer().to_str(),
+        "chat_template": None,
+        "bos_token": None,
+        "eos_token": None,
+    }
+).encode()
+
+
+class FakeWorker(target_pb2_grpc.TargetServiceServicer, draft_pb2_grpc.DraftServiceServicer):
+    """A worker of either tier on a port. `tell` changes what Watch says."""
+
+    def __init__(self, tier: str = "target", *, watches: bool = True, **info: Any) -> None:
+        self.tier = tier
+        self.address = ""
+        self.info = worker_pb2.InfoResponse(
+            **{
+                "model": "m",
+                "model_fingerprint": "f1",
+                "tokenizer_fingerprint": "t1",
+                "vocab_size": 258,
+                "context_length": 512,
+                "protocol_min": 1,
+                "protocol_max": 1,
+                "kv_blocks_total": 100,
+                "kv_block_tokens": 32,
+                "max_rows": 64,
+                **info,
+            }
+        )
+        self.watches = watches
+        self.watchers = 0
+        self.tokenizers = 0
+        self._vitals = worker_pb2.WatchResponse(pass_us=1000)
+        self._news = asyncio.Event()
+        self._server: grpc.aio.Server
+
+    async def __aenter__(self) -> "FakeWorker":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Serve, as another incarnation, at the port of the last time if there was one."""
+        self.info.incarnation = new_nonce()
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        add: Any = (
+            target_pb2_grpc.add_TargetServiceServicer_to_server
+            if self.tier == "target"
+            else draft_pb2_grpc.add_DraftServiceServicer_to_server
+        )
+        add(self, self._server)
+        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    def tell(self, **vitals: Any) -> None:
+        self._vitals = worker_pb2.WatchResponse(**vitals)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def Info(self, request: Any, context: Any) -> worker_pb2.InfoResponse:
+        return self.info
+
+    async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for _ in request_iterator:
+            pass
+        return
+        yield
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        if not self.watches:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "an older worker")
+        self.watchers += 1
+        while True:
+            news = self._news
+            yield self._vitals
+            await news.wait()
+
+    async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.tokenizers += 1
+        yield target_pb2.GetTokenizerResponse(data=TOKENIZER)
