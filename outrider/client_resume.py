@@ -190,7 +190,9 @@ class MendedStream:
     def _is_passing(self, error: OutriderError, is_resuming: bool) -> bool:
         """Whether another call may succeed."""
         if not self._started:
-            return isinstance(error, Unavailable)
+            # A server that goes away cancels calls that reach it a moment before it hangs up.
+            # (Where this side cancels, there is no status but a CancelledError.)
+            return isinstance(error, Unavailable | Cancelled)
         if self._policy is None:
             return False
         if isinstance(error, Fenced):

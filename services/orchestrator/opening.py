@@ -156,7 +156,10 @@ class Opener:
             self._registry.model(request.model)  # Is there such a one at all?
         try:
             session = await self._store.take(
-                request.session_id, tenant=call.tenant, owner=self._owner
+                request.session_id,
+                tenant=call.tenant,
+                owner=self._owner,
+                request_id=request.request_id,
             )
         except AlreadyRunning as running:
             try:

@@ -147,12 +147,14 @@ function operation.create(nonce, ttl_ms, tenant, model, adapter, tokenizer, owne
   return { 'ok', whole(now) }
 end
 
-function operation.take(tenant, nonce, owner, lease_ms)
+-- `request` is about to begin ("": none is): what another one has left running, without an owner,
+-- will not be gone on with.
+function operation.take(tenant, nonce, owner, lease_ms, request)
   local closed = closed_to(tenant)
   if closed then
     return closed
   end
-  local field = redis.call('HMGET', meta, 'nonce', 'running', 'lease_until')
+  local field = redis.call('HMGET', meta, 'nonce', 'running', 'lease_until', 'request')
   if field[1] ~= nonce then -- equal: taken already, the reply was lost
     local left = field[2] and tonumber(field[3]) - now or 0
     if left > 0 then
@@ -160,7 +162,9 @@ function operation.take(tenant, nonce, owner, lease_ms)
     end
     expire_in(math.max(redis.call('PTTL', meta), lease_ms))
     own(nonce, owner)
-    if field[2] then
+    if field[2] and request ~= '' and field[4] ~= request then
+      redis.call('HDEL', meta, 'running', 'lease_until')
+    elseif field[2] then
       redis.call('HSET', meta, 'lease_until', whole(now + lease_ms))
     end
   end

@@ -151,17 +151,23 @@ class SessionStore:
         )
         return Fence(session_id, int(reply[1]), nonce)
 
-    async def take(self, session_id: str, *, tenant: str, owner: str) -> StoredSession:
+    async def take(
+        self, session_id: str, *, tenant: str, owner: str, request_id: str = ""
+    ) -> StoredSession:
         """Become the owner, in the next epoch; the former owner's writes are refused from here on.
 
         A generation that was running when its owner's lease ran out stays so (`running`): go on
-        with `commit`, or `begin` another, which leaves it without a finish reason. A session in
-        which nothing runs can be taken by anyone of its tenant until `begin`; the last one wins.
+        with `commit`, or `begin` another, which leaves it without a finish reason. Where another
+        request (`request_id`) is about to begin it is given up here already: nobody can resume it
+        in between. A session in which nothing runs can be taken by anyone of its tenant until
+        `begin`; the last one wins.
 
         Raises NotFound, PermissionDenied (another tenant's), AlreadyRunning (its owner is alive).
         """
         nonce = new_nonce()
-        reply = await self._call(session_id, "take", tenant, nonce, owner, self._lease_ms)
+        reply = await self._call(
+            session_id, "take", tenant, nonce, owner, self._lease_ms, request_id
+        )
         return _session(session_id, reply, nonce=nonce)
 
     async def resume(

@@ -206,6 +206,21 @@ async def test_a_generation_that_waits_has_no_lease_and_little_time(store: Sessi
         assert (await resume(store, fence, "r2")).notes == b""
 
 
+async def test_a_next_turn_gives_up_what_waits_before_it_begins(store: SessionStore) -> None:
+    """Nobody can resume, and so take from it, what it has left behind; its own request can."""
+    fence = await create(store)
+    await begin_noted(store, fence)
+    await store.detach(fence, keep=True)
+    same = await store.take(fence.session_id, tenant="alice", owner="o2", request_id="r1")
+    assert same.running == "r1"
+    await store.detach((await resume(store, same.fence)).fence, keep=True)
+    turn = await store.take(fence.session_id, tenant="alice", owner="o3", request_id="r2")
+    assert turn.running is None and turn.state is SessionState.IDLE
+    with pytest.raises(FailedPrecondition, match="given up"):
+        await resume(store, turn.fence)
+    assert await begin(store, turn.fence, [9], prefix=[1, 2], request_id="r2") == 3
+
+
 async def test_notes_belong_to_their_tokens(store: SessionStore, redis: Redis) -> None:
     fence = await create(store)
     await begin_noted(store, fence)

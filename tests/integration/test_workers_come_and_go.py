@@ -377,5 +377,6 @@ async def test_a_target_that_drains_is_left_and_ends_soon(
                 assert a.logprob == pytest.approx(b.logprob, abs=2e-4)
         assert total(done).accepted > 100
         with pytest.raises(Unavailable):
-            async with open_channel(more.target) as channel:
-                await OutriderClient(channel, timeout_s=0.5).list_models()
+            connecting = OutriderClient.connect(address=more.target, timeout_s=0.5)
+            async with await connecting as client:
+                await client.list_models()

@@ -198,6 +198,15 @@ def test_a_kept_session_comes_back_to_its_kv_unless_the_target_was_restarted():
     assert scene.seat(session_id="kept").target is scene.targets[2]
 
 
+def test_a_session_that_is_taken_over_goes_where_its_former_owner_had_it():
+    """Its KV is there; a worker that is not known here is no hindrance."""
+    scene = Scene(targets=3)
+    scene.seating.been_at("s", "t2")
+    scene.seating.been_at("other", "t9")
+    assert scene.seat(session_id="s").target is scene.targets[2]
+    assert scene.seat(session_id="other").target is scene.targets[0]
+
+
 def test_a_session_that_was_not_kept_has_no_place():
     scene = Scene(targets=3)
     scene.seat(session_id="gone").leave()

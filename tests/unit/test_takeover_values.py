@@ -29,7 +29,7 @@ from outrider.types import (
 )
 from outrider.v1 import worker_pb2
 from services.orchestrator.decoder import RoundTimes
-from services.orchestrator.models import ModelRegistry, ServedModel
+from services.orchestrator.models import ServedModel
 from services.orchestrator.notes import NoteFormat
 from services.orchestrator.records import asks_the_same, plan_of, record_of
 from services.orchestrator.requests import GenerationPlan, session_id_for
@@ -226,28 +226,6 @@ def test_long_stretches_are_told_in_parts() -> None:
     assert all(not p.text for p in parts[:2])
     short = Released((1,), (TokenSource.PLAIN,), (), "x", ((1, TokenSource.PLAIN),))
     assert list(in_parts(short)) == [short]
-
-
-@dataclasses.dataclass
-class FakeLink:
-    address: str
-    active: int = 0
-    draining: bool = False
-    info: Any = dataclasses.field(default_factory=lambda: INFO)
-
-
-def test_a_session_goes_on_where_its_former_owner_had_it() -> None:
-    """Its KV is there; a worker that is not known here, or is away, is no hindrance."""
-    targets: Any = [FakeLink("t:0"), FakeLink("t:1", active=9)]
-    drafts: Any = [FakeLink("d:0"), FakeLink("d:1", active=9)]
-    registry = ModelRegistry(targets, drafts)
-    for tier, address in (("target", "t:1"), ("draft", "d:1"), ("target", ""), ("draft", "d:9")):
-        registry.remember("s", tier, address)
-    assert registry.pick_target(MODEL, "s") is targets[1]
-    assert registry.pick_draft(MODEL, "s") is drafts[1]
-    assert registry.pick_target(MODEL, "other") is targets[0]
-    targets[1].info = None
-    assert registry.pick_target(MODEL, "s") is targets[0]
 
 
 @dataclasses.dataclass
