@@ -16,6 +16,7 @@ CAPABILITIES = (
     "min_tokens",
     "ahead",
     "alternatives",
+    "run_ahead",
 )
 
 
