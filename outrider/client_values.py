@@ -106,6 +106,7 @@ class RoundReport:
     expected_tokens_per_s: float = 0.0
     plain_tokens_per_s: float = 0.0
     inputs: Mapping[str, float] = field(default_factory=dict)
+    run_ahead: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

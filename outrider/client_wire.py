@@ -143,6 +143,7 @@ def _round(report: generation_pb2.RoundReport) -> RoundReport:
         RoundReport,
         report,
         hit=report.hit if report.HasField("hit") else None,
+        run_ahead=report.run_ahead if report.HasField("run_ahead") else None,
         inputs=dict(report.inputs),
     )
 

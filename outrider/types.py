@@ -185,22 +185,38 @@ class Verdict:
     """The outcome of one verification: accepted guesses, then one token of the target's own.
 
     `num_proposed` counts positions that were guessed for: of a tree, those of its longest path.
+    `run_ahead` tells of a guess for the place behind them, which was verified there in place of a
+    bonus (None: there was none). If it was accepted it is the last token. It is counted by
+    `num_guesses` and `num_survived` alone.
     """
 
     token_ids: tuple[int, ...]
     num_accepted: int
     num_proposed: int
     logprobs: tuple[PositionLogprobs, ...] = ()
+    run_ahead: bool | None = None
+
+    @property
+    def num_guesses(self) -> int:
+        """Guesses that were verified."""
+        return self.num_proposed + (self.run_ahead is not None)
+
+    @property
+    def num_survived(self) -> int:
+        """Guesses that were accepted."""
+        return self.num_accepted + (self.run_ahead is True)
 
     @property
     def sources(self) -> tuple[TokenSource, ...]:
-        if not self.num_proposed:
-            own = TokenSource.PLAIN
-        elif self.num_accepted == self.num_proposed:
-            own = TokenSource.BONUS
+        if self.run_ahead:
+            last = TokenSource.ACCEPTED
+        elif not self.num_guesses:
+            last = TokenSource.PLAIN
+        elif self.num_accepted == self.num_guesses:
+            last = TokenSource.BONUS
         else:
-            own = TokenSource.RECOVERED
-        return (TokenSource.ACCEPTED,) * self.num_accepted + (own,)
+            last = TokenSource.RECOVERED
+        return (TokenSource.ACCEPTED,) * self.num_accepted + (last,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,12 +225,19 @@ def proposal_to_proto(proposal: Proposal) -> common_pb2.Proposal:
     return common_pb2.Proposal(
         token_ids=proposal.token_ids,
         parents=proposal.parents,
-        distributions=[
-            common_pb2.SparseDistribution(ids=d.ids, weights=d.weights)
-            for d in proposal.distributions
-        ],
+        distributions=map(distribution_to_proto, proposal.distributions),
         proposer=proposal.proposer,
     )
+
+
+def distribution_to_proto(distribution: SparseDistribution) -> common_pb2.SparseDistribution:
+    return common_pb2.SparseDistribution(ids=distribution.ids, weights=distribution.weights)
+
+
+def run_ahead_from_proto(message: worker_pb2.Outcome, *, vocab_size: int) -> Proposal:
+    """The run-ahead guess of an outcome: a chain of one guess, with its distribution."""
+    guess = common_pb2.Proposal(token_ids=[message.token_id], distributions=[message.distribution])
+    return proposal_from_proto(guess, vocab_size=vocab_size)
 
 
 def proposal_from_proto(message: common_pb2.Proposal, *, vocab_size: int) -> Proposal:
@@ -402,7 +409,7 @@ def logprobs_from_proto(
 def verified_to_proto(
     verdict: Verdict, timing: WorkTiming, report: DraftReport | None = None
 ) -> worker_pb2.Verified:
-    return worker_pb2.Verified(
+    message = worker_pb2.Verified(
         token_ids=verdict.token_ids,
         num_accepted=verdict.num_accepted,
         num_proposed=verdict.num_proposed,
@@ -410,6 +417,9 @@ def verified_to_proto(
         timing=timing_to_proto(timing),
         draft=None if report is None else report_to_proto(report),
     )
+    if verdict.run_ahead is not None:
+        message.run_ahead = verdict.run_ahead
+    return message
 
 
 def verdict_from_proto(message: worker_pb2.Verified) -> Verdict:
@@ -419,11 +429,17 @@ def verdict_from_proto(message: worker_pb2.Verified) -> Verdict:
         "accepted guesses and tokens do not fit together",
         "num_accepted",
     )
+    require(
+        not message.run_ahead or message.num_accepted == message.num_proposed,
+        "a run-ahead guess is accepted only behind all that were proposed",
+        "run_ahead",
+    )
     return Verdict(
         token_ids=tuple(message.token_ids),
         num_accepted=message.num_accepted,
         num_proposed=message.num_proposed,
         logprobs=logprobs_from_proto(message.logprobs),
+        run_ahead=message.run_ahead if message.HasField("run_ahead") else None,
     )
 
 

@@ -66,6 +66,10 @@ def run(batch: Tokens[Rows], runner: Forward, pick: Pick | None = None) -> Outpu
     return Output(logits, drawn)
 
 
+_RunAhead = dict[tuple[int, int], Drawn]
+"""Tokens of branches that run ahead, by entry (the id of its rows) and accepted guesses."""
+
+
 @dataclass(slots=True)
 class _Chain:
     """Tokens that follow each other: the last one drawn, at `position`, is fed to the next pass."""
@@ -128,13 +132,17 @@ def _start_branches(
         return []
     asking = [item for item in items if not item[0].known]
     own_logits = _rows_of(batch, logits, [rows for rows, _, _ in asking])
-    ranked = iter(_candidates(own_logits, asking))
+    ahead = _run_ahead(own_logits, asking)
+    ranked = iter(_candidates(own_logits, asking, ahead))
     chains, copied = [], []
     for rows, draw, result in items:
         candidates = rows.known or [next(ranked) for _ in range(rows.num_logits)]
         places = branch_places(rows, runner.block_tokens)
         for branch, place in zip(draw.branches, places, strict=True):
-            own = Drawn([candidates[branch.num_accepted][branch.rank]])
+            if branch.run_ahead:
+                own = ahead[id(rows), branch.num_accepted]
+            else:
+                own = Drawn([candidates[branch.num_accepted][branch.rank]])
             result.branches.append(own)
             # A branch is a round of its own, for what its noise is keyed by.
             round_start = replace(draw, base_len=place.start + 1, branches=())
@@ -164,11 +172,38 @@ def _rows_of(batch: Tokens[Rows], logits: Tensor, chosen: Tokens[Rows]) -> Tenso
     return torch.cat([part for part, rows in zip(parts, batch, strict=True) if id(rows) in wanted])
 
 
+def _run_ahead(
+    logits: Tensor,  # [logits rows of all items, vocab]
+    items: Tokens[tuple[Rows, Draw, Drawn]],
+) -> _RunAhead:
+    """Draw the tokens of branches that run ahead."""
+    found: _RunAhead = {}
+    chosen, drawing = [], []
+    first = 0
+    for entry, draw, _ in items:
+        for branch in draw.branches:
+            if branch.run_ahead:
+                own = found[id(entry), branch.num_accepted] = Drawn()
+                chosen.append(first + branch.num_accepted)
+                # Another guess of the round at the base: noise of a round that starts here would
+                # come again in the one that follows where the last guess before it is recovered.
+                draw_one = replace(draw, branches=(), alternatives=0)
+                drawing.append(_Row(draw_one, own, draw.base_len + branch.num_accepted))
+        first += entry.num_logits
+    if chosen:
+        _draw(logits[chosen], drawing, picks_of)
+    return found
+
+
 @torch.inference_mode()
-def _candidates(logits: Tensor, items: Tokens[tuple[Rows, Draw, Drawn]]) -> list[list[int]]:
+def _candidates(
+    logits: Tensor,  # [logits rows of all items, vocab]
+    items: Tokens[tuple[Rows, Draw, Drawn]],
+    ahead: _RunAhead,
+) -> list[list[int]]:
     """For each row the tokens that may follow there, likeliest first, as far as a branch asks.
 
-    What a sequence has at the place already is left out.
+    What a sequence, or its branch that runs ahead, has at the place already is left out.
     """
     if not items:
         return []
@@ -176,14 +211,18 @@ def _candidates(logits: Tensor, items: Tokens[tuple[Rows, Draw, Drawn]]) -> list
         (draw.spec, draw.base_len + i) for entry, draw, _ in items for i in range(entry.num_logits)
     ]
     scores = _scores(masked(logits, rows), rows)
-    taken = [
-        token
-        for entry, _, _ in items
-        for token in (*entry.token_ids[len(entry.token_ids) - entry.num_logits + 1 :], None)
-    ]
-    for row, token in enumerate(taken):
-        if token is not None:
-            scores[row, token] = -torch.inf
+    taken: list[tuple[int, int]] = []
+    first = 0
+    for entry, _, _ in items:
+        standing = entry.token_ids[len(entry.token_ids) - entry.num_logits + 1 :]
+        taken += enumerate(standing, first)
+        for place in range(entry.num_logits):
+            if own := ahead.get((id(entry), place)):
+                taken.append((first + place, own.token_ids[0]))
+        first += entry.num_logits
+    if taken:
+        at, tokens = zip(*taken, strict=True)
+        scores[list(at), list(tokens)] = -torch.inf
     most = 1 + max(branch.rank for _, draw, _ in items for branch in draw.branches)
     ranked: list[list[int]] = scores.topk(most).indices.tolist()
     return ranked

@@ -30,6 +30,7 @@ class KeptBranch:
         pending = tokens[self.start + 1 :]
         fits = (
             draw.base_len == self.start + 1
+            and not any(branch.run_ahead for branch in draw.branches)
             and len(pending) < len(self.ranked)
             and tokens[self.start :] == self.token_ids[: len(pending) + 1]
         )

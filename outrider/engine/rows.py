@@ -13,10 +13,15 @@ from outrider.types import GenerationSpec, SparseDistribution
 
 class Branch(NamedTuple):
     """One way on from tokens that are being verified: `num_accepted` of them stand, then comes the
-    token of this `rank` (0: the likeliest) among all but the one that stands there."""
+    token of this `rank` (0: the likeliest) among all but those that stand there.
+
+    With `run_ahead` it is what a chain's next guess would be instead, drawn as one: it stands there
+    for the other branches.
+    """
 
     num_accepted: int
-    rank: int
+    rank: int = 0
+    run_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,8 @@ class Draw:
 
     With `branches`, row i of the logits is what follows i of the tokens after the base. Nothing is
     drawn for the sequence itself; each branch takes its token and goes on from it for `steps`
-    further passes, in blocks of its own (`Rows.scratch`).
+    further passes, in blocks of its own (`Rows.scratch`). It is a round of its own for what its
+    noise is keyed by; the token of a branch that runs ahead still belongs to the round at the base.
 
     With `alternatives` (not where guesses travel with distributions) each pick comes with so many
     that nearly were picked in its place. Branches with them can be kept (outrider.engine.kept), so
@@ -147,8 +153,8 @@ def branch_places(rows: Rows, block_tokens: int) -> list[BranchPlace]:
 @dataclass(slots=True)
 class Drawn:
     """The tokens, and in `rejection` mode the distribution of each; or what each branch drew, its
-    own token first, which has no distribution and no alternatives. Of each token drawn the
-    alternatives, where they were asked for, the best first."""
+    own token first, which has no alternatives, and a distribution only if it runs ahead. Of each
+    token drawn the alternatives, where they were asked for, the best first."""
 
     token_ids: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution] = field(default_factory=list)

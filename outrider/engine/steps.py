@@ -151,7 +151,7 @@ def unpack_rows(words: list[int], entries: int) -> Iterator[Rows]:
 def _pack_draw(draw: Draw) -> list[int]:
     words = [draw.base_len, draw.steps, draw.alternatives, len(draw.branches)]
     for branch in draw.branches:
-        words += branch
+        words += map(int, branch)
     s = draw.spec.sampling
     packed = _SAMPLING.pack(s.temperature, s.top_k, s.top_p, s.min_p, s.seed)
     return [*words, *_SAMPLING_WORDS.unpack(packed)]
@@ -159,11 +159,14 @@ def _pack_draw(draw: Draw) -> list[int]:
 
 def _unpack_draw(reader: "_Reader") -> Draw:
     base_len, steps, alternatives, branches = reader.take(4)
-    found = tuple(Branch(*reader.take(2)) for _ in range(branches))
+    found = []
+    for _ in range(branches):
+        num_accepted, rank, run_ahead = reader.take(3)
+        found.append(Branch(num_accepted, rank, bool(run_ahead)))
     packed = _SAMPLING_WORDS.pack(*reader.take(_SAMPLING.size // 4))
     temperature, top_k, top_p, min_p, seed = _SAMPLING.unpack(packed)
     sampling = SamplingParams(temperature, int(top_k), top_p, min_p, seed)
-    return Draw(GenerationSpec(sampling), base_len, steps, found, alternatives)
+    return Draw(GenerationSpec(sampling), base_len, steps, tuple(found), alternatives)
 
 
 class _Reader:

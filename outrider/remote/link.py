@@ -34,6 +34,7 @@ KNOWN_CAPABILITIES = frozenset(
         "drafts",
         "ahead",
         "alternatives",
+        "run_ahead",
     }
 )
 _MAX_BATCH = 256

@@ -9,7 +9,8 @@ Accelerates Speculative Decoding", Algorithm 2. With guesses x_1..x_k and p_0 = 
     accepted = the largest i with uniform_i <= h_i, or 0: there is no early break
 
 A bonus token is drawn from the target when all is accepted; else a recovered token in proportion
-to max(p_i target - draft, 0) at i = accepted, over the whole vocabulary.
+to max(p_i target - draft, 0) at i = accepted, over the whole vocabulary. A chain may do without the
+row of a bonus, by ending with a run-ahead guess that is verified where the bonus would be drawn.
 
 0/0. S_i + 1 - p_i = 0 means p_i = 1 and S_i = 0, so that target and draft are the same
 distribution after x_i. h_i is then 1, which keeps the induction "h_i = 1 wherever p_i = 1 and the
@@ -43,7 +44,8 @@ class ChainBatch:
     """Chains of several sequences, padded to the longest; padding may hold anything valid.
 
     Rows of the target's log-probabilities are ragged: those of sequence b are
-    first_row[b] .. first_row[b] + num_guesses[b], row i being target(. | x_<=i).
+    first_row[b] .. first_row[b] + num_guesses[b], row i being target(. | x_<=i). Where not
+    has_bonus[b] the last one is missing.
     """
 
     guess_ids: Tensor  # [batch, width] int64
@@ -53,6 +55,7 @@ class ChainBatch:
     seeds: Words  # [batch]
     round_starts: Words  # [batch]
     base_lens: Words  # [batch] log length before guess 1
+    has_bonus: Tensor | None = None  # [batch] bool; None: all have
 
 
 class Acceptance(NamedTuple):
@@ -94,9 +97,14 @@ def draw_finals(
 ) -> Tensor:
     """The recovered or bonus token of each sequence, int64 [batch]; one host sync.
 
-    An exponential race over the residual (or the target), keyed by token id.
+    An exponential race over the residual (or the target), keyed by token id. Of a chain that was
+    accepted as a whole and has no bonus the entry means nothing.
     """
-    target = target_log_probs[chains.first_row + acceptance.num_accepted].exp()
+    rows = acceptance.num_accepted
+    if chains.has_bonus is not None:
+        missing = ~chains.has_bonus & (rows == chains.num_guesses)
+        rows = rows - missing.long()
+    target = target_log_probs[chains.first_row + rows].exp()
     weights = _residual(target, chains, acceptance) if chains.guess_ids.shape[1] else target
     accepted: Words = acceptance.num_accepted.cpu().numpy().astype(np.uint64)  # Host sync.
     positions: Words = chains.base_lens + accepted

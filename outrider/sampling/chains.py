@@ -27,7 +27,8 @@ class Chain:
 
     distributions: one per guess, None for a guess that was not sampled; empty when none was.
     base_len: length of the log before the first guess. round_start: length at which the round
-    began, the same unless set.
+    began, the same unless set. Without `bonus` the target has no row after the last guess: no token
+    is drawn where all are accepted.
     """
 
     token_ids: tuple[int, ...]
@@ -35,6 +36,12 @@ class Chain:
     base_len: int
     distributions: tuple[SparseDistribution | None, ...] = ()
     round_start: int | None = None
+    bonus: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the target that it needs."""
+        return len(self.token_ids) + self.bonus
 
     def draft(self) -> list[SparseDistribution]:
         given = self.distributions or (None,) * len(self.token_ids)
@@ -42,10 +49,11 @@ class Chain:
 
 
 class BlockOutcome(NamedTuple):
-    """Pieces of a Verdict: token_ids[:num_accepted] and then `final` are emitted."""
+    """Pieces of a Verdict: token_ids[:num_accepted] and then `final` are emitted. It is None where
+    all was accepted and there is no bonus."""
 
     num_accepted: int
-    final: int
+    final: int | None
 
 
 def verify_block(
@@ -62,7 +70,7 @@ def verify_block(
 
 
 def verify_blocks(
-    target_log_probs: Tensor,  # [sum of (k + 1), vocab] processed, sequence after sequence
+    target_log_probs: Tensor,  # [sum of num_rows, vocab] processed, sequence after sequence
     chains: Sequence[Chain],
 ) -> list[BlockOutcome]:
     """Verify a ragged batch of chains; host sync.
@@ -73,13 +81,16 @@ def verify_blocks(
     rows, vocab_size = target_log_probs.shape
     for chain in chains:
         _check(chain, vocab_size)
-    if sum(len(chain.token_ids) + 1 for chain in chains) != rows:
+    if sum(chain.num_rows for chain in chains) != rows:
         raise InvalidArgument(f"the chains do not need {rows} rows of the target")
     batch = pack_chains(chains, target_log_probs.device)
     acceptance = accept_chains(target_log_probs, batch)
     finals = draw_finals(target_log_probs, batch, acceptance)
-    pairs = zip(acceptance.num_accepted.tolist(), finals.tolist(), strict=True)
-    return [BlockOutcome(*pair) for pair in pairs]
+    found = zip(chains, acceptance.num_accepted.tolist(), finals.tolist(), strict=True)
+    return [
+        BlockOutcome(accepted, final if chain.bonus or accepted < len(chain.token_ids) else None)
+        for chain, accepted, final in found
+    ]
 
 
 def pack_chains(chains: Sequence[Chain], device: torch.device | str = "cpu") -> ChainBatch:
@@ -94,7 +105,7 @@ def pack_chains(chains: Sequence[Chain], device: torch.device | str = "cpu") -> 
     drafts = [chain.draft() + [_PADDING] * (width - len(chain.token_ids)) for chain in chains]
     flat = SparseRows.pack([d for row in drafts for d in row], device)
     shape = (len(chains), width, flat.ids.shape[-1])
-    first_rows = np.cumsum([0] + [length + 1 for length in lengths[:-1]])[: len(chains)]
+    first_rows = np.cumsum([0] + [chain.num_rows for chain in chains[:-1]])[: len(chains)]
     return ChainBatch(
         guess_ids=torch.tensor(guesses, dtype=torch.int64, device=device).reshape(shape[:2]),
         draft=SparseRows(flat.ids.reshape(shape), flat.weights.reshape(shape)),
@@ -105,6 +116,7 @@ def pack_chains(chains: Sequence[Chain], device: torch.device | str = "cpu") -> 
             [c.base_len if c.round_start is None else c.round_start for c in chains]
         ),
         base_lens=words([chain.base_len for chain in chains]),
+        has_bonus=torch.tensor([chain.bonus for chain in chains], device=device),
     )
 
 
@@ -131,6 +143,8 @@ def usable_guesses(
 
 
 def _check(chain: Chain, vocab_size: int) -> None:
+    if not chain.num_rows:
+        raise InvalidArgument("a chain without guesses needs its bonus")
     usable = usable_guesses(chain.token_ids, chain.distributions, vocab_size)
     if usable < len(chain.token_ids):
         raise InvalidArgument(f"guess {usable + 1} or its draft distribution is malformed")

@@ -63,7 +63,7 @@ class Guesser:
             self.draft.observe(seen.draft_s, seen.num_proposed or seen.num_asked)
         elif seen.hit:
             self._observe_hidden(seen, fan_out)
-        self.acceptance.observe(seen.num_proposed, seen.num_accepted)
+        self.acceptance.observe(*seen.verified)
 
     def observe_hit(self, hit: bool, expected: float) -> None:
         """A prepared outcome came or not, where it was to come with this probability."""

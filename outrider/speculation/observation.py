@@ -15,7 +15,8 @@ class Observation:
     unknown). `proposal_s` is the time from asking for the proposal to having it, hidden or
     not (0: unknown). Where the buffer was asked, it held `prepared` tokens for the place where the
     verdict before had stopped (`after_bonus`: behind all its guesses), and on a hit that verdict's
-    own token was of this `rank` among them.
+    own token was of this `rank` among them. `run_ahead` tells of one more guess, verified in place
+    of the bonus, whether it survived (None: there was none).
     """
 
     num_proposed: int
@@ -32,6 +33,7 @@ class Observation:
     prepared: int = 0
     rank: int = 0
     after_bonus: bool = False
+    run_ahead: bool | None = None
 
     @property
     def target_s(self) -> float:
@@ -49,4 +51,11 @@ class Observation:
 
     @property
     def num_tokens(self) -> int:
+        """With an own one, or a run-ahead guess in its place."""
         return self.num_accepted + 1
+
+    @property
+    def verified(self) -> tuple[int, int]:
+        """Guesses that were verified, and those that survived."""
+        ahead = self.run_ahead
+        return self.num_proposed + (ahead is not None), self.num_accepted + (ahead is True)

@@ -167,12 +167,14 @@ class WorkTiming(_message.Message):
     def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class AheadOptions(_message.Message):
-    __slots__ = ("pending", "fan_out")
+    __slots__ = ("pending", "fan_out", "run_ahead")
     PENDING_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
     pending: _common_pb2.Proposal
     fan_out: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pending: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., fan_out: _Optional[_Iterable[int]] = ...) -> None: ...
+    run_ahead: bool
+    def __init__(self, pending: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., fan_out: _Optional[_Iterable[int]] = ..., run_ahead: bool = ...) -> None: ...
 
 class ProposeEntry(_message.Message):
     __slots__ = ("delta", "num_speculative_tokens", "ahead", "alternatives")
@@ -187,14 +189,16 @@ class ProposeEntry(_message.Message):
     def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., num_speculative_tokens: _Optional[int] = ..., ahead: _Optional[_Union[AheadOptions, _Mapping]] = ..., alternatives: _Optional[int] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("num_accepted", "token_id", "proposal")
+    __slots__ = ("num_accepted", "token_id", "proposal", "distribution")
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     num_accepted: int
     token_id: int
     proposal: _common_pb2.Proposal
-    def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ...) -> None: ...
+    distribution: _common_pb2.SparseDistribution
+    def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., distribution: _Optional[_Union[_common_pb2.SparseDistribution, _Mapping]] = ...) -> None: ...
 
 class Proposed(_message.Message):
     __slots__ = ("proposal", "timing", "outcomes")
@@ -267,7 +271,7 @@ class VerifyEntry(_message.Message):
     def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., more_rounds: _Optional[int] = ..., draft: _Optional[_Union[DraftPlan, _Mapping]] = ...) -> None: ...
 
 class Verified(_message.Message):
-    __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing", "draft")
+    __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing", "draft", "run_ahead")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +279,7 @@ class Verified(_message.Message):
     NEXT_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
+    RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: int
     num_proposed: int
@@ -282,7 +287,8 @@ class Verified(_message.Message):
     next_proposal: _common_pb2.Proposal
     timing: WorkTiming
     draft: DraftReport
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., draft: _Optional[_Union[DraftReport, _Mapping]] = ...) -> None: ...
+    run_ahead: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., draft: _Optional[_Union[DraftReport, _Mapping]] = ..., run_ahead: bool = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("header", "open", "propose", "verify", "close", "cancel", "tune")

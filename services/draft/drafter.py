@@ -18,6 +18,7 @@ from outrider.types import (
 from outrider.v1 import worker_pb2
 from outrider.wire import (
     check_alternatives,
+    distribution_to_proto,
     proposal_from_proto,
     proposal_to_proto,
     require,
@@ -57,7 +58,8 @@ class Drafter:
     noisy argmax that the target will take (`coupled`), or a sample of the truncated distribution
     that travels with the guess (`rejection`). Asked for alternatives, it sends the runners-up of
     each guess as leaves beside the chain. Asked ahead, it guesses what the target may say next and
-    goes on from each of these outcomes, as a branch of the same work.
+    goes on from each of these outcomes, as a branch of the same work; asked to run ahead, it
+    samples the next guess too, and goes on from that one.
     """
 
     def __init__(self, *, vocab_size: int, context_length: int) -> None:
@@ -84,7 +86,7 @@ class Drafter:
         alternatives = _alternatives(entry.propose, spec)
         base_len = len(sequence.log)
         if entry.propose.HasField("ahead"):
-            pending, branches = self._ahead(entry.propose.ahead)
+            pending, branches = self._ahead(entry.propose.ahead, spec)
             room = self._room(base_len + len(pending) + 1)
             if room < 1:
                 raise Refusal(
@@ -128,7 +130,9 @@ class Drafter:
         fits = alone and last < self._context_length and not spec.uses_distributions
         return min(_KEPT_RANKS, self._vocab_size - 1) if fits else 0
 
-    def _ahead(self, ahead: worker_pb2.AheadOptions) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
+    def _ahead(
+        self, ahead: worker_pb2.AheadOptions, spec: GenerationSpec
+    ) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
         pending = proposal_from_proto(ahead.pending, vocab_size=self._vocab_size)
         require(not pending.parents, "only chains are prepared for", "ahead.pending.parents")
         require(
@@ -138,12 +142,27 @@ class Drafter:
         )
         total = sum(ahead.fan_out)
         require(1 <= total <= MAX_FAN_OUT, f"{total} is not in [1, {MAX_FAN_OUT}]", "ahead.fan_out")
-        branches = tuple(
+        counts = [min(count, self._vocab_size - 1) for count in ahead.fan_out]
+        first = (Branch(len(pending), run_ahead=True),) if ahead.run_ahead else ()
+        if first:
+            _check_run_ahead(counts[-1], spec)
+            counts[-1] -= 1
+        likeliest = (
             Branch(num_accepted, rank)
-            for num_accepted, count in enumerate(ahead.fan_out)
-            for rank in range(min(count, self._vocab_size - 1))
+            for num_accepted, count in enumerate(counts)
+            for rank in range(count)
         )
-        return pending.token_ids, branches
+        return pending.token_ids, (*first, *likeliest)
+
+
+def _check_run_ahead(count: int, spec: GenerationSpec) -> None:
+    """Whether one of the `count` tokens behind all guesses can be a run-ahead guess."""
+    if not spec.uses_distributions:
+        raise Unsupported(
+            "only in rejection mode above temperature 0 does a draft run ahead",
+            field="ahead.run_ahead",
+        )
+    require(count > 0, "running ahead needs at least 1 as the last number", "ahead.fan_out")
 
 
 def _alternatives(asked: worker_pb2.ProposeEntry, spec: GenerationSpec) -> int:
@@ -177,22 +196,27 @@ def _proposed(work: Work) -> worker_pb2.Reply:
     proposed = worker_pb2.Proposed(timing=timing_to_proto(timing_of(work)))
     if work.draw.branches:
         for branch, drawn in zip(work.draw.branches, work.drawn.branches, strict=True):
-            proposed.outcomes.add(
-                num_accepted=branch.num_accepted,
-                token_id=drawn.token_ids[0],
-                proposal=proposal_to_proto(_proposal(drawn.token_ids[1:], drawn)),
-            )
+            proposed.outcomes.append(_outcome(branch, drawn))
     else:
-        proposal = _with_leaves(
-            _proposal(work.drawn.token_ids, work.drawn), work.drawn.alternatives
-        )
+        proposal = _with_leaves(_proposal(work.drawn), work.drawn.alternatives)
         proposed.proposal.CopyFrom(proposal_to_proto(proposal))
     return worker_pb2.Reply(proposed=proposed)
 
 
-def _proposal(token_ids: list[int], drawn: Drawn) -> Proposal:
+def _outcome(branch: Branch, drawn: Drawn) -> worker_pb2.Outcome:
+    first, *guesses = drawn.token_ids
+    following = Drawn(guesses, drawn.distributions[branch.run_ahead :])
+    return worker_pb2.Outcome(
+        num_accepted=branch.num_accepted,
+        token_id=first,
+        proposal=proposal_to_proto(_proposal(following)),
+        distribution=distribution_to_proto(drawn.distributions[0]) if branch.run_ahead else None,
+    )
+
+
+def _proposal(drawn: Drawn) -> Proposal:
     return Proposal(
-        tuple(token_ids), distributions=tuple(drawn.distributions), proposer=PROPOSER_NAME
+        tuple(drawn.token_ids), distributions=tuple(drawn.distributions), proposer=PROPOSER_NAME
     )
 
 

@@ -21,6 +21,7 @@ CAPABILITIES = (
     "min_tokens",
     "ahead",
     "alternatives",
+    "run_ahead",
 )
 
 

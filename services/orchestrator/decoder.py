@@ -191,7 +191,7 @@ class Decoder:
     _by_plan: bool = False
     """The entry under way has a plan: the target asks its draft by itself."""
     _after_bonus: bool = True
-    """All guesses of the last verdict were accepted."""
+    """All guesses that the last verdict's round carried were accepted."""
     _untold: int = 0
     """Tokens of the log that the output has not been given yet."""
 
@@ -262,6 +262,7 @@ class Decoder:
                 prepared=report.prepared,
                 rank=report.rank,
                 after_bonus=self._after_bonus,
+                run_ahead=round_.verdict.run_ahead,
             )
             records.append(
                 self._observe(
@@ -440,7 +441,7 @@ def _exposed_us(report: DraftReport) -> int:
 
 def stats_of(verdicts: Sequence[Verdict]) -> SpeculationStats:
     """The counts of some rounds."""
-    guessed = [verdict for verdict in verdicts if verdict.num_proposed]
+    guessed = [verdict for verdict in verdicts if verdict.num_guesses]
     plain = len(verdicts) - len(guessed)
     return sum(map(_stats_of_guesses, guessed), SpeculationStats(rounds=plain, plain=plain))
 
@@ -448,15 +449,15 @@ def stats_of(verdicts: Sequence[Verdict]) -> SpeculationStats:
 def _stats_of_guesses(verdict: Verdict) -> SpeculationStats:
     """The counts of one round that verified something."""
     own = verdict.sources[-1]
-    positions = range(verdict.num_proposed)
+    positions = range(verdict.num_guesses)
     return SpeculationStats(
         rounds=1,
-        proposed=verdict.num_proposed,
-        accepted=verdict.num_accepted,
+        proposed=verdict.num_guesses,
+        accepted=verdict.num_survived,
         recovered=int(own is TokenSource.RECOVERED),
         bonus=int(own is TokenSource.BONUS),
-        proposed_by_position=(1,) * verdict.num_proposed,
-        accepted_by_position=tuple(int(i < verdict.num_accepted) for i in positions),
+        proposed_by_position=(1,) * verdict.num_guesses,
+        accepted_by_position=tuple(int(i < verdict.num_survived) for i in positions),
     )
 
 

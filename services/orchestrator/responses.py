@@ -140,6 +140,8 @@ def _round_to_proto(record: RoundRecord) -> generation_pb2.RoundReport:
     )
     if seen.hit is not None:
         report.hit = seen.hit
+    if seen.run_ahead is not None:
+        report.run_ahead = seen.run_ahead
     if decision is not None:
         report.next_proposer = decision.proposer
         report.expected_tokens_per_s = decision.tokens_per_s

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.errors import (
     FailedPrecondition,
@@ -48,13 +48,14 @@ Owner = tuple[int, int, str]
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What is wanted of a draft for a base: the proposal after it, with `num_alternatives` beside
-    each guess, or with `fan_out` the proposals after the outcomes of verifying `pending` on it (as
-    in AheadOptions of worker.proto)."""
+    each guess, or with `fan_out` the proposals after the outcomes of verifying `pending` on it, one
+    of which may `run_ahead` (as in AheadOptions of worker.proto)."""
 
     num_tokens: int
     pending: tuple[int, ...] = ()
     fan_out: tuple[int, ...] = ()
     num_alternatives: int = 0
+    run_ahead: bool = False
 
     def fill(self, entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
         """Make an entry ask for it."""
@@ -64,6 +65,7 @@ class Ask:
         if self.fan_out:
             entry.propose.ahead.pending.token_ids.extend(self.pending)
             entry.propose.ahead.fan_out.extend(self.fan_out)
+            entry.propose.ahead.run_ahead = self.run_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,17 @@ class Answer:
     error: OutriderError | None = None
 
 
-OnAnswer = Callable[[Answer], None]
+@dataclass(slots=True)
+class Asked:
+    """A question to a draft. The event loop sets `answer` as soon as it has come, for any thread to
+    see: whether it came before a pass was over cannot wait for the worker's next turn."""
+
+    ask: Ask
+    answer: Answer | None = None
 
 
 class DraftSession:
-    """A session on a draft. One ask at a time: a new one cancels the last."""
+    """A session on a draft. One question at a time: a new one cancels the last."""
 
     def __init__(
         self, pool: "DraftPool", header: worker_pb2.EntryHeader, spec: GenerationSpec, address: str
@@ -110,12 +118,15 @@ class DraftSession:
         healed = self._heals and self._link is not None and self._link.up
         return healed or time.monotonic() >= self._not_before
 
-    def ask(self, log: TokenLog, ask: Ask, timeout_s: float, on_answer: OnAnswer) -> None:
-        """From the worker's thread; `on_answer` is called there, unless cancelled before."""
+    def ask(
+        self, log: TokenLog, asked: Asked, timeout_s: float, on_answer: Callable[[], None]
+    ) -> None:
+        """From the worker's thread; `on_answer` is called there once the answer has been set,
+        unless it was cancelled before."""
         start = self._given[0] if log.matches(*self._given) else 0
         self._given = len(log), log.prefix_hash(len(log))
         tail = log.tail(start)
-        self._pool.on_loop(lambda: self._start(tail, ask, timeout_s, on_answer))
+        self._pool.on_loop(lambda: self._start(tail, asked, timeout_s, on_answer))
 
     def cancel(self) -> None:
         """From the worker's thread: what was asked is not wanted any more."""
@@ -123,7 +134,9 @@ class DraftSession:
 
     # --- on the event loop --------------------------------------------------------------------
 
-    def _start(self, tail: Tail, ask: Ask, timeout_s: float, on_answer: OnAnswer) -> None:
+    def _start(
+        self, tail: Tail, asked: Asked, timeout_s: float, on_answer: Callable[[], None]
+    ) -> None:
         self._stop()
         self._log.take(tail)
         started = time.monotonic()
@@ -131,14 +144,15 @@ class DraftSession:
 
         def answer(result: worker_pb2.Reply | OutriderError | None) -> None:
             if result is None:
-                self._asking = asyncio.create_task(self._run(ask, deadline, answer))
+                self._asking = asyncio.create_task(self._run(asked.ask, deadline, answer))
                 return
             if isinstance(result, OutriderError):
                 self._note(result)
-            trip_us = int((time.monotonic() - started) * 1e6)
-            self._pool.on_worker(lambda: on_answer(_answer(result, trip_us)))
+            asked.answer = _answer(result, int((time.monotonic() - started) * 1e6))
+            self._pool.on_worker(on_answer)
 
-        if self._remote is None or not self._remote.start(ask.fill, timeout_s, answer):
+        remote = self._remote
+        if remote is None or not remote.start(fill_for(remote, asked.ask), timeout_s, answer):
             answer(None)
 
     def _stop(self) -> None:
@@ -152,7 +166,7 @@ class DraftSession:
         """The long way: connect, open, send what is missing."""
         try:
             remote = self._remote or await self._connect(deadline)
-            answer(await remote.call(ask.fill, deadline))
+            answer(await remote.call(fill_for(remote, ask), deadline))
         except OutriderError as error:
             answer(error)
         except Exception as error:
@@ -184,6 +198,13 @@ class DraftSession:
         self._unfit = isinstance(error, FailedPrecondition | InvalidArgument | Unsupported)
         self._heals = self._link is not None and not self._link.up
         self._not_before = time.monotonic() + _RETRY_AFTER_S
+
+
+def fill_for(
+    remote: RemoteSession, ask: Ask
+) -> Callable[[worker_pb2.Entry, worker_pb2.TokenDelta], None]:
+    """What makes an entry ask a draft, for no more than it knows of."""
+    return ask.fill if remote.offers("run_ahead") else replace(ask, run_ahead=False).fill
 
 
 def _answer(result: worker_pb2.Reply | OutriderError, trip_us: int) -> Answer:

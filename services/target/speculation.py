@@ -3,6 +3,8 @@
 Without fan-out a draft is asked after each verdict, and the session waits for the answer. With it
 the draft prepares, while a block is being verified, the next proposal for the likeliest outcomes
 (the outcome buffer); the verdict selects one at once, and where none fits the round is a plain one.
+Where guesses travel with distributions, and answers mostly come in time, one of the outcomes is a
+run-ahead guess: if it is there when the pass is over, the verdict takes it in as one more guess.
 """
 
 import logging
@@ -21,8 +23,8 @@ from outrider.types import (
     Verdict,
 )
 from outrider.v1 import common_pb2, worker_pb2
-from outrider.wire import proposal_from_proto
-from services.target.drafts import Answer, Ask, DraftSession
+from outrider.wire import proposal_from_proto, run_ahead_from_proto
+from services.target.drafts import Answer, Ask, Asked, DraftSession
 from services.target.fan_out import Forecast
 
 logger = logging.getLogger(__name__)
@@ -70,14 +72,6 @@ class BufferUse:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What the draft has been asked for, and what it said."""
-
-    ask: Ask
-    answer: Answer | None = None
-
-
-@dataclass(slots=True)
 class Speculation:
     """The speculation of one entry; the worker's thread owns it.
 
@@ -93,11 +87,13 @@ class Speculation:
     resume: Callable[[Chosen], None]
     room: Callable[[int], int] = lambda length: MAX_ALTERNATIVES
     use: BufferUse = field(default_factory=BufferUse)
-    _asked: _Asked | None = None
+    _asked: Asked | None = None
     _open: Verdict | None = None
     """The verdict whose round waits for the draft."""
     _log: TokenLog = field(default_factory=TokenLog)
     _waiting_since: float = 0.0
+    _dropped: int = 0
+    """Run-ahead guesses of the answer at hand that were of no use."""
 
     @property
     def speculates(self) -> bool:
@@ -112,6 +108,25 @@ class Speculation:
     def starts(self, log: TokenLog, pending: Proposal) -> None:
         """A pass over `pending` on `log` is about to start, which `choose` has no part in."""
         self._prepare(log, pending)
+
+    def passed(self, pending: Proposal) -> Proposal:
+        """The pass over `pending` is over: the run-ahead guess behind it if it is there by now,
+        else nothing.
+
+        To be called before anything of the verdict is looked at: whether the guess is verified must
+        not depend on values (invariant 5), and does not on its own.
+        """
+        asked = self._asked
+        if asked is None or not asked.ask.fan_out or asked.ask.pending != pending.token_ids:
+            return _NOTHING
+        proposed = asked.answer.proposed if asked.answer else None
+        self.forecast.answered(in_time=proposed is not None)
+        if proposed is None or not asked.ask.run_ahead:
+            return _NOTHING
+        for outcome in proposed.outcomes:
+            if outcome.num_accepted == len(pending) and outcome.HasField("distribution"):
+                return self._checked(outcome)
+        return _NOTHING
 
     def choose(self, log: TokenLog, verdict: Verdict) -> Chosen | None:
         """The proposal after a verdict, already part of `log`; None: `resume` will tell."""
@@ -149,16 +164,23 @@ class Speculation:
             return 0
         return min(self.plan.alternatives, self.room(length))
 
-    def _ask(self, ask: Ask) -> _Asked:
-        asked = _Asked(ask)
-        self.draft.ask(
-            self._log, ask, self.plan.timeout_s, lambda answer: self._arrived(asked, answer)
-        )
+    def _checked(self, outcome: worker_pb2.Outcome) -> Proposal:
+        """The run-ahead guess of an outcome, unless it is one that no honest draft sends."""
+        try:
+            return run_ahead_from_proto(outcome, vocab_size=self.vocab_size)
+        except OutriderError as error:
+            logger.warning("run-ahead guess dropped: %s", error)
+            self._dropped = 1
+            return _NOTHING
+
+    def _ask(self, ask: Ask) -> Asked:
+        asked = Asked(ask)
+        self.draft.ask(self._log, asked, self.plan.timeout_s, lambda: self._arrived(asked))
         return asked
 
-    def _arrived(self, asked: _Asked, answer: Answer) -> None:
-        asked.answer = answer
-        if self._asked is asked and self._open is not None:
+    def _arrived(self, asked: Asked) -> None:
+        answer = asked.answer
+        if self._asked is asked and self._open is not None and answer is not None:
             verdict, self._open, self._asked = self._open, None, None
             wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
             chosen = self._select(asked.ask, answer, verdict)
@@ -167,7 +189,8 @@ class Speculation:
             self.resume(replace(chosen, report=report))
 
     def _select(self, ask: Ask, answer: Answer, verdict: Verdict) -> Chosen:
-        report = DraftReport(asked=ask.num_tokens)
+        report = DraftReport(asked=ask.num_tokens, dropped=self._dropped)
+        self._dropped = 0
         if answer.proposed is None:
             late = isinstance(answer.error, DeadlineExceeded)
             return Chosen(report=replace(report, failed=True, dropped=int(late)))
@@ -184,7 +207,8 @@ class Speculation:
             proposal = self._take(message, ask) if message is not None else _NOTHING
         except OutriderError as error:
             logger.warning("proposal dropped: %s", error)
-            return Chosen(report=replace(report, failed=True, dropped=1))
+            dropped = report.dropped + 1
+            return Chosen(report=replace(report, failed=True, dropped=dropped))
         self._prepare(self._log, proposal)
         hit = rank is not None
         return Chosen(proposal, replace(report, hit=hit, prepared=prepared, rank=rank or 0))
@@ -205,8 +229,10 @@ class Speculation:
         if not wanted or not self.draft.usable:
             return
         self._log = log
-        fan_out = self.forecast.fan_out(len(pending), self.plan.fan_out)
-        self._asked = self._ask(Ask(self._length(len(log) + 1), pending.token_ids, fan_out))
+        ahead = self.spec.uses_distributions and self.forecast.in_time
+        fan_out = self.forecast.fan_out(len(pending), self.plan.fan_out, run_ahead=ahead)
+        length = self._length(len(log) + 1)
+        self._asked = self._ask(Ask(length, pending.token_ids, fan_out, run_ahead=ahead))
 
 
 def _find(

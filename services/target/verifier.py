@@ -12,6 +12,7 @@ from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidArgument, Unsupported
 from outrider.sampling import (
+    BlockOutcome,
     Chain,
     position_logprobs,
     verify_blocks,
@@ -46,9 +47,11 @@ class _Verification:
     more_rounds: int = 0
     verdict: Verdict | None = None
     accepted: Tokens[int] = ()
-    """The guesses that were, by index."""
+    """The guesses of the proposal that were, by index."""
     speculation: Speculation | None = None
     report: DraftReport | None = None
+    run_ahead: Proposal | None = None
+    """The guess behind the proposal that is verified with it, if one is; None: not decided yet."""
 
     @property
     def positions(self) -> range:
@@ -157,6 +160,8 @@ class Verifier:
 
     @torch.inference_mode()
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+        for work, _ in ready:
+            _decide_run_ahead(work.context)
         verdicts = {id(work): _by_draw(work) for work, _ in ready if work.drawn is not None}
         sampled = [(work, logits) for work, logits in ready if work.drawn is None]
         if sampled:
@@ -270,29 +275,44 @@ def _by_draw(work: Work) -> Verdict:
     )
 
 
+def _decide_run_ahead(round_: _Verification) -> None:
+    """Before anything of the verdict is known, and once."""
+    if round_.run_ahead is None:
+        speculation = round_.speculation
+        round_.run_ahead = speculation.passed(round_.proposal) if speculation else Proposal()
+
+
+def _chain(round_: _Verification) -> Chain:
+    """The proposal, and the run-ahead guess in the bonus's place: the target's row is the same."""
+    proposal, ahead = round_.proposal, round_.run_ahead or Proposal()
+    sampled_from = proposal.distributions or (None,) * len(proposal)
+    return Chain(
+        token_ids=(*proposal.token_ids, *ahead.token_ids),
+        seed=round_.spec.sampling.seed,
+        base_len=round_.base_len,
+        distributions=(*sampled_from, *ahead.distributions),
+        bonus=not ahead,
+    )
+
+
 def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> list[Verdict]:
-    chains = [
-        Chain(
-            token_ids=v.proposal.token_ids,
-            seed=v.spec.sampling.seed,
-            base_len=v.base_len,
-            distributions=v.proposal.distributions,
-        )
-        for v in verifications
-    ]
+    chains = [_chain(verification) for verification in verifications]
     logits = masked(logits, [(v.spec, position) for v in verifications for position in v.positions])
     specs = [(v.spec.sampling, len(v.positions)) for v in verifications]
     outcomes = verify_blocks(log_probs_of(logits, specs), chains)
-    for verification, outcome in zip(verifications, outcomes, strict=True):
-        verification.accepted = range(outcome.num_accepted)
-    return [
-        Verdict(
-            (*chain.token_ids[: outcome.num_accepted], outcome.final),
-            outcome.num_accepted,
-            num_proposed=len(chain.token_ids),
-        )
-        for chain, outcome in zip(chains, outcomes, strict=True)
-    ]
+    return list(map(_by_outcome, verifications, chains, outcomes))
+
+
+def _by_outcome(round_: _Verification, chain: Chain, outcome: BlockOutcome) -> Verdict:
+    num_accepted = min(outcome.num_accepted, len(round_.proposal))
+    round_.accepted = range(num_accepted)
+    accepted = chain.token_ids[: outcome.num_accepted]
+    return Verdict(
+        accepted if outcome.final is None else (*accepted, outcome.final),
+        num_accepted,
+        num_proposed=len(round_.proposal),
+        run_ahead=outcome.final is None if round_.run_ahead else None,
+    )
 
 
 def _with_logprobs(verdict: Verdict, verification: _Verification, logits: Tensor) -> Verdict:

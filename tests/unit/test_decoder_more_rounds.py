@@ -46,7 +46,7 @@ from outrider.v1 import worker_pb2
 from outrider.wire import verified_to_proto
 from outrider.worker.sessions import Refusal, SessionTable, TokensMissing, advance_base
 from services.orchestrator.controller import ALWAYS, FixedLength
-from services.orchestrator.decoder import Decoder, Piece
+from services.orchestrator.decoder import Decoder, Piece, stats_of
 from services.orchestrator.proposers import Proposed
 from services.orchestrator.stopping import OutputStream, StopRules
 from services.orchestrator.text import ChatTokenizer
@@ -539,6 +539,23 @@ async def test_where_text_may_end_it_the_next_round_waits_for_it(monkeypatch: An
         await one.finish()
     rounds = [event[0] for event in target.events if event[0] in ("verify", "told")]
     assert rounds == ["verify", "told"] * 3
+
+
+def test_a_run_ahead_guess_is_counted_as_one_more_guess() -> None:
+    rounds = [
+        Verdict((1, 2, 3), 2, 2, run_ahead=True),
+        Verdict((1, 2, 3), 2, 2, run_ahead=False),
+        Verdict((1,), 0, 0, run_ahead=True),
+        Verdict((1, 2, 3), 2, 2),
+        Verdict((1,), 0, 0),
+    ]
+    stats = stats_of(rounds)
+    assert (stats.rounds, stats.proposed, stats.accepted) == (5, 9, 8)
+    assert (stats.recovered, stats.bonus, stats.plain) == (1, 1, 1)
+    assert stats.proposed_by_position == (4, 3, 2)
+    assert stats.accepted_by_position == (4, 3, 1)
+    tokens = sum(len(verdict.token_ids) for verdict in rounds)
+    assert stats.mean_acceptance_length == tokens / 5
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -1,5 +1,7 @@
 """Branches: what goes on from each likely outcome equals what going on from it alone gives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from worker_harness import load, make_runner, plain_logits, random_tokens
@@ -94,6 +96,40 @@ def test_branches_beside_chains_and_prefill(tiny_models):
     assert together == [chain_alone, None, alone]
 
 
+@pytest.mark.parametrize("length", [5, 7, 8, 13])
+@pytest.mark.parametrize("num_pending", [0, 1, 3])
+def test_a_branch_that_runs_ahead_is_the_next_guess_of_the_chain(tiny_models, length, num_pending):
+    """Its token and its distribution are those of a chain that is longer by one; behind it starts
+    another round."""
+    model, spec = tiny_models["target"], SPECS["rejection"]
+    tokens = random_tokens(length)
+
+    def chain(prefix, steps):
+        rows = Rows(prefix, 0, list(range(16)), 1, Draw(spec, len(prefix), steps))
+        (drawn,) = make_runner(load(model), 64).run([rows]).drawn
+        return drawn
+
+    longer = chain(tokens, num_pending + 1)
+    *pending, expected = longer.token_ids
+    ahead = Branch(num_pending, run_ahead=True)
+    others = tuple(Branch(num_pending, rank) for rank in range(3))
+    # Behind a pass over other entries, so that its rows are not the first ones.
+    before = Rows(random_tokens(4, seed=9), 0, [60], 1, Draw(spec, 4, 1))
+    rows = rows_with_branches(spec, tokens, pending, branches=(*others, ahead))
+    first = rows_with_branches(spec, tokens[1:], pending, branches=(ahead,), first_block=40)
+    _, other, drawn = make_runner(load(model), 64).run([before, first, rows]).drawn
+    found = drawn.branches[3]
+    assert found.token_ids[0] == expected and len(found.distributions) == 4
+    assert found.distributions[0].ids == longer.distributions[-1].ids
+    following = chain([*tokens, *pending, expected], 3)
+    assert found.token_ids[1:] == following.token_ids
+    assert [d.ids for d in found.distributions[1:]] == [d.ids for d in following.distributions]
+    likeliest = ranked(model, spec, [*tokens, *pending], expected)[:3]
+    assert [branch.token_ids[0] for branch in drawn.branches[:3]] == likeliest
+    assert [len(branch.distributions) for branch in drawn.branches[:3]] == [3] * 3
+    assert other.branches[0].token_ids != found.token_ids
+
+
 def test_places_of_branches():
     draw = Draw(SPECS["greedy"], 7, 10, (Branch(0, 0), Branch(1, 0)))
     assert draw.scratch_blocks(8) == 5
@@ -164,6 +200,21 @@ def test_a_question_about_a_kept_branch_needs_no_pass_to_begin_with(
     assert passes == 3
     engine.scheduler.release(sequence)
     assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+def test_a_kept_branch_is_of_no_use_to_one_that_runs_ahead(engine):
+    """It knows what may follow, and not how likely all of that is."""
+    sequence = Sequence(log=TokenLog(random_tokens(9)))
+    pending = random_tokens(3, seed=5)
+    branches, _ = carry_out(engine, ahead(sequence, pending, BRANCHES, spec=UNCUT))
+    engine.prepare()
+    sequence.log.append([branches[0][0]])
+    spec = SPECS["rejection"]
+    work = ahead(sequence, branches[0][1:], (Branch(3, run_ahead=True), *BRANCHES), spec=spec)
+    work.draw = replace(work.draw, alternatives=0)
+    _, passes = carry_out(engine, work)
+    assert passes == 4 and len(work.drawn.branches[0].distributions) == 4
+    engine.scheduler.release(sequence)
 
 
 @pytest.mark.parametrize("change", ["token", "guess", "never prepared", "released", "rank"])

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -217,6 +218,33 @@ def test_ragged_batch_equals_each_chain_alone():
     alone = [verify_blocks(t, [c])[0] for t, c in zip(target, chains, strict=True)]
     assert together == alone
     assert sum(o.num_accepted for o in alone) > 3
+
+
+def test_a_chain_without_a_bonus_needs_no_row_behind_its_last_guess():
+    """It gets the same, save for the bonus; its neighbours' rows are where they are."""
+    whole, cut = [], []
+    for index, k in enumerate([3, 1, 8, 4, 1, 2]):
+        draft = random_log_probs(k, 300, seed=100 + index, spread=3.0)
+        target = torch.cat([draft + 0.2 * random_log_probs(k, 300, index), draft[:1]])
+        chain = honest_chain(draft, seed=index, base_len=20 + index)
+        has_bonus = index in (0, 2)
+        whole.append((target.log_softmax(-1), chain))
+        cut.append((whole[-1][0][: k + has_bonus], replace(chain, bonus=has_bonus)))
+    expected = verify_blocks(torch.cat([t for t, _ in whole]), [c for _, c in whole])
+    found = verify_blocks(torch.cat([t for t, _ in cut]), [c for _, c in cut])
+    complete = 0
+    for (_, chain), full, outcome in zip(cut, expected, found, strict=True):
+        is_cut = not chain.bonus and full.num_accepted == len(chain.token_ids)
+        assert outcome == (full._replace(final=None) if is_cut else full)
+        complete += is_cut
+    assert complete >= 2 and sum(outcome.final is not None for outcome in found) >= 2
+
+
+def test_nothing_is_verified_without_a_row():
+    with pytest.raises(InvalidArgument, match="needs its bonus"):
+        verify_blocks(torch.zeros(0, 20), [Chain((), 1, 10, bonus=False)])
+    with pytest.raises(InvalidArgument, match="2 rows"):
+        verify_blocks(random_log_probs(2, 20), [Chain((3,), 1, 10, bonus=False)])
 
 
 def test_round_start_is_part_of_the_key():

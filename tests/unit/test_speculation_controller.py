@@ -275,6 +275,21 @@ def test_decisions_are_explained():
     assert all(isinstance(number, float) for number in found.inputs.values())
 
 
+@pytest.mark.parametrize(("survives", "expected"), [(True, 0.95), (False, 0.05), (None, 0.95)])
+def test_a_run_ahead_guess_tells_of_the_place_behind_the_others(survives, expected):
+    """And of nothing else: the round has its rows and its tokens."""
+    pool = ProposerPool("draft")
+    policy = AdaptiveController(TargetLoad(), [pool], limits=Limits(pinned=2))
+    for _ in range(60):
+        policy.next_length()
+        seen = Observation(2, 2, 0.0, 0.02, 3, hit=True, num_asked=2, run_ahead=survives)
+        policy.observe(seen)
+    assert (seen.num_rows, seen.num_tokens) == (3, 3)
+    first, second, third = pool.acceptance.survival(3)
+    assert min(first, second) > 0.9
+    assert third == pytest.approx(expected, abs=0.06)
+
+
 def test_pipelining_prepares_outcomes_and_learns_of_hits():
     policy, rng = controller(mode=Mode.PIPELINED), random.Random(3)
     prepared, fan_outs = None, []

@@ -36,7 +36,11 @@ PROMPT = random_tokens(21)
 
 
 class Drafts:
-    """Stands in for a DraftPool: one session, on a draft worker of the same process."""
+    """Stands in for a DraftPool: one session, on a draft worker of the same process.
+
+    Its answers come when they are ready, or `early`: before the pass that they were asked during,
+    or `late`: when the verdict of that pass is there.
+    """
 
     def __init__(self, draft):
         self.owner = Owner(draft)
@@ -48,6 +52,10 @@ class Drafts:
         self.spoil = None
         self.damage = None
         self.proposals = {}
+        self.answers = {}
+        self.arrival = None
+        self.verdicts = 0
+        self.verdict_came = threading.Condition()
 
     def attach(self, host):
         self.host = host
@@ -64,7 +72,25 @@ class Drafts:
     def cancel(self):
         self.cancelled += 1
 
-    def ask(self, log, ask, timeout_s, on_answer):
+    def see_verdicts(self, verifier):
+        """Count its verdicts."""
+        advance = verifier.advance
+
+        def counting(ready):
+            replies = advance(ready)
+            with self.verdict_came:
+                self.verdicts += 1
+                self.verdict_came.notify_all()
+            return replies
+
+        verifier.advance = counting
+
+    def _wait_for_verdict(self, before):
+        with self.verdict_came:
+            assert self.verdict_came.wait_for(lambda: self.verdicts > before, TIMEOUT_S)
+
+    def ask(self, log, asked, timeout_s, on_answer):
+        ask = asked.ask
         self.asks.append((list(log.tokens), ask))
         self.owner.tokens = list(log.tokens)
         entry = self.owner.propose_entry(ask.num_tokens)
@@ -73,7 +99,9 @@ class Drafts:
         if ask.fan_out:
             entry.propose.ahead.pending.token_ids.extend(ask.pending)
             entry.propose.ahead.fan_out.extend(ask.fan_out)
+            entry.propose.ahead.run_ahead = ask.run_ahead
         spoilt = self.spoil(len(self.asks)) if self.spoil else None
+        number, verdicts, answered = len(self.asks), self.verdicts, threading.Event()
 
         def answer(reply):
             if spoilt is not None:
@@ -82,13 +110,20 @@ class Drafts:
                 assert reply.HasField("proposed"), reply
                 found = Answer(reply.proposed)
                 self.proposals[base_len] = proposal_of(reply)
+                self.answers[base_len] = found.proposed
                 if self.damage:
-                    self.damage(len(self.asks), found.proposed)
+                    self.damage(number, found.proposed)
             if self.hold:
                 self.hold.wait(TIMEOUT_S)
-            self.host.post(lambda: on_answer(found))
+            if self.arrival == "late":
+                self._wait_for_verdict(verdicts)
+            asked.answer = found
+            self.host.post(on_answer)
+            answered.set()
 
         self.owner.bench.worker.submit([entry], answer)
+        if self.arrival == "early":
+            assert answered.wait(TIMEOUT_S)
 
 
 class Rig:
@@ -131,8 +166,9 @@ class Rig:
         return [report.hit for report in self.reports]
 
 
-@pytest.fixture
-def make_rig(tiny_models):
+@contextlib.contextmanager
+def rigs(tiny_models):
+    """A function that makes a rig."""
     with contextlib.ExitStack() as stack:
 
         def make(spec=GREEDY, draft="draft", tree_rows=0, **limits):
@@ -151,8 +187,15 @@ def make_rig(tiny_models):
             stack.callback(worker.stop)
             rig = Rig(Bench(worker, runner), drafts, spec)
             rig.verifier = verifier
+            drafts.see_verdicts(verifier)
             return rig
 
+        yield make
+
+
+@pytest.fixture
+def make_rig(tiny_models):
+    with rigs(tiny_models) as make:
         yield make
 
 

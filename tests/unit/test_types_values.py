@@ -73,6 +73,26 @@ def test_sources_of_a_verdict(accepted, proposed, own):
     assert verdict.sources == (TokenSource.ACCEPTED,) * accepted + (own,)
 
 
+@pytest.mark.parametrize(
+    ("accepted", "proposed", "run_ahead", "last", "guesses", "survived"),
+    [
+        (3, 3, True, TokenSource.ACCEPTED, 4, 4),
+        (3, 3, False, TokenSource.RECOVERED, 4, 3),
+        (1, 3, False, TokenSource.RECOVERED, 4, 1),
+        (0, 0, True, TokenSource.ACCEPTED, 1, 1),
+        (0, 0, False, TokenSource.RECOVERED, 1, 0),
+        (3, 3, None, TokenSource.BONUS, 3, 3),
+    ],
+)
+def test_a_run_ahead_guess_is_one_more_guess(
+    accepted, proposed, run_ahead, last, guesses, survived
+):
+    tokens = tuple(range(accepted + 1))
+    verdict = Verdict(tokens, accepted, proposed, run_ahead=run_ahead)
+    assert verdict.sources == (TokenSource.ACCEPTED,) * accepted + (last,)
+    assert (verdict.num_guesses, verdict.num_survived) == (guesses, survived)
+
+
 def random_tree(rng, count):
     """`count` nodes, their tokens 0, 1, …; most of them hang at the node before."""
     parents = (i - 1 if rng.random() < 0.5 else rng.randrange(-1, i) for i in range(count))

@@ -223,7 +223,8 @@ LOGPROBS = (
 
 def test_verdicts_and_timings_come_back():
     timing = WorkTiming(queue_us=1, compute_us=2, batch_rows=3)
-    for verdict in (Verdict((3, 4), 1, 5, LOGPROBS), Verdict((7,), 0, 0)):
+    ahead = [Verdict((3, 4), 1, 1, run_ahead=told) for told in (True, False)]
+    for verdict in (Verdict((3, 4), 1, 5, LOGPROBS), Verdict((7,), 0, 0), *ahead):
         message = over_the_wire(wire.verified_to_proto(verdict, timing))
         assert wire.verdict_from_proto(message) == verdict
         assert wire.timing_from_proto(message.timing) == timing
@@ -238,6 +239,24 @@ def test_verdicts_that_contradict_themselves_are_refused(tokens, accepted, propo
     with pytest.raises(InvalidArgument) as refused:
         wire.verdict_from_proto(message)
     assert refused.value.field == "num_accepted"
+
+
+def test_a_run_ahead_guess_is_not_accepted_behind_a_rejected_one():
+    verdict = Verdict((3, 4), 1, 2, run_ahead=True)
+    with pytest.raises(InvalidArgument) as refused:
+        wire.verdict_from_proto(wire.verified_to_proto(verdict, WorkTiming()))
+    assert refused.value.field == "run_ahead"
+
+
+def test_run_ahead_guesses_come_back_with_their_distributions():
+    distribution = SparseDistribution((2, 9), (5, 7))
+    outcome = worker_pb2.Outcome(token_id=9, distribution=wire.distribution_to_proto(distribution))
+    guess = wire.run_ahead_from_proto(outcome, vocab_size=10)
+    assert guess == Proposal((9,), distributions=(distribution,))
+    for token_id, vocab_size in ((3, 10), (9, 9)):
+        outcome.token_id = token_id
+        with pytest.raises(InvalidArgument):
+            wire.run_ahead_from_proto(outcome, vocab_size=vocab_size)
 
 
 def test_statistics_come_back_field_by_field():
