@@ -5,8 +5,9 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 
@@ -18,7 +19,7 @@ from outrider.errors import (
 )
 from outrider.remote.metrics import watch_links
 from outrider.remote.session import Routing
-from outrider.rpc.auth import Authenticator
+from outrider.rpc.auth import current_caller
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
 from outrider.telemetry.catalog import DRAFT, ORCHESTRATOR, TARGET
@@ -57,6 +58,10 @@ from services.orchestrator.store_values import GenerationRecord, StoredSession
 _FREE_S = 3.0
 """Seconds that generations cut off at the end of draining get to free what they hold."""
 
+_PROMPT_THREADS = 4
+"""Prompts tokenised at once; further ones wait."""
+
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext
 if TYPE_CHECKING:
     GenerateContext = Context[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
@@ -71,7 +76,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         store: SessionStore,
         registry: ModelRegistry,
         admission: Admission,
-        authenticator: Authenticator,
         owner: str,
         watch: Watch,
     ) -> None:
@@ -80,19 +84,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._store = store
         self._registry = registry
         self._admission = admission
-        self._authenticator = authenticator
         self._owner = owner
         self._defaults = Defaults(config.pinned_length, config.proposer)
         self._learned = Learned()
         self._running: set[tuple[str, str]] = set()
         self._draining = False
+        self._threads = ThreadPoolExecutor(_PROMPT_THREADS, thread_name_prefix="outrider-prompt")
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: "GenerateContext"
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         with self._watch.request(request, context) as watch:
             try:
-                tenant = self._tenant(context)
+                tenant = current_caller().tenant
                 check_ids(request)
                 if not request.request_id:
                     request.request_id = new_session_id()
@@ -119,7 +123,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             session = await self._store.get(
                 request.session_id,
-                tenant=self._tenant(context),
+                tenant=current_caller().tenant,
                 include_tokens=request.include_tokens,
             )
         except OutriderError as error:
@@ -139,10 +143,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,
         context: "Context[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse]",
     ) -> generation_pb2.ListModelsResponse:
-        try:
-            self._tenant(context)
-        except OutriderError as error:
-            await abort_with(context, error)
         return generation_pb2.ListModelsResponse(
             models=[self._model_to_proto(model) for model in self._registry.models]
         )
@@ -153,9 +153,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: "Context[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse]",
     ) -> generation_pb2.TokenizeResponse:
         try:
-            self._tenant(context)
             model = self._registry.model(request.model)
-            token_ids = tokenize_prompt(request.prompt, model, continues=False)
+            token_ids = await self._on_thread(
+                tokenize_prompt, request.prompt, model, continues=False
+            )
         except OutriderError as error:
             await abort_with(context, error)
         return generation_pb2.TokenizeResponse(token_ids=token_ids)
@@ -168,9 +169,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         deadline = time.monotonic() + timeout_s
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-
-    def _tenant(self, context: "Context[Any, Any]") -> str:
-        return self._authenticator.tenant_of(context.invocation_metadata() or ())
 
     @contextlib.contextmanager
     def _admitted(self, tenant: str, request_id: str) -> Iterator[None]:
@@ -204,11 +202,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             session = await self._store.take(request.session_id, tenant=tenant, owner=self._owner)
             model = self._model_of(session, request.model)
             fence, log = session.fence, TokenLog(session.token_ids)
-            plan = self._plan(request, model, log)
+            plan = await self._plan(request, model, log)
             seat = await self._seat(plan, model, log, tenant, priority, deadline, stack)
         else:
             log = TokenLog()
-            plan = self._plan(request, model, log)
+            plan = await self._plan(request, model, log)
             seat = await self._seat(plan, model, log, tenant, priority, deadline, stack)
             fence = await self._create(plan.session_id, model, tenant)
         generation = Generation(
@@ -283,13 +281,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await self._store.delete(await creating)
             raise
 
-    def _plan(
+    async def _plan(
         self, request: generation_pb2.GenerateRequest, model: ServedModel, log: TokenLog
     ) -> GenerationPlan:
         last_token = log.tokens[-1] if log.tokens else None
-        return plan_generation(
-            request, model, self._defaults, log_len=len(log), last_token=last_token
+        return await self._on_thread(
+            plan_generation,
+            request,
+            model,
+            self._defaults,
+            log_len=len(log),
+            last_token=last_token,
         )
+
+    async def _on_thread(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Prompts are tokenised on a thread: a long one, or a template that takes its time, must
+        not hold up the streams of others."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(work, *args, **kwargs))
 
     def _model_of(self, session: StoredSession, asked: str) -> ServedModel:
         if asked and asked != session.model:
@@ -375,9 +384,8 @@ def _watch(
 
 
 async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
-    authenticator = Authenticator.from_file(config.auth_token_file)
     name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-    server = Server(config, [name], authenticator)
+    server = Server(config, [name])
     store = await SessionStore.connect(
         config.store_url,
         session_ttl_s=config.session_ttl_s,
@@ -407,7 +415,6 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             store,
             registry,
             admission,
-            authenticator,
             owner=owner,
             watch=_watch(config, telemetry, store, registry, admission),
         )
