@@ -19,7 +19,10 @@ BUILD_FLAGS ?=
 VERSION     := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' outrider/__init__.py)
 IMAGE_TAG   ?= $(VERSION)
 
-.PHONY: setup demo test exactness check check-chart chart golden proto bench \
+# Where `make audit` asks for vulnerabilities: pypi or osv.
+AUDIT_SERVICE ?= pypi
+
+.PHONY: setup demo test exactness check check-chart audit chart golden proto bench \
   lock images image-orchestrator image-draft image-target images-test clean
 
 setup: $(VENV)/.installed  ## make .venv with everything in it
@@ -43,12 +46,24 @@ test: setup  ## all tests but the long ones
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
 	$(BIN)/pytest -m exactness tests/e2e
 
-check: setup check-chart  ## format, lint, types, import rules, protos, the chart
+check: setup check-chart  ## format, lint, types, import rules, protos, dependencies, the chart
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python protos/check.py
+	$(BIN)/python dependencies/check.py
+
+# A machine that cannot reach the service, or whose mirror of it knows nothing of a package, fails
+# here (--strict): no answer is not a good answer.
+audit: setup  ## known vulnerabilities of what is installed and locked; needs pypi.org or osv.dev
+	$(PYTHON) -m venv .audit
+	.audit/bin/pip install -q --disable-pip-version-check 'pip-audit>=2.9'
+	$(BIN)/pip freeze --exclude-editable | sed 's/+[^ ]*//' > .audit/installed.txt
+	for list in .audit/installed.txt $(wildcard docker/locks/*.txt); do \
+	  .audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off \
+	    --vulnerability-service $(AUDIT_SERVICE) --requirement $$list || exit 1; \
+	done
 
 check-chart: .tools/.installed  ## the Helm chart: lint, schemas, checkov, golden files
 	$(BIN)/python helm/build --check
@@ -96,4 +111,4 @@ bench: setup  ## plain, speculative and transformers on 20 Spec-Bench prompts
 	  --compare plain,speculative,transformers --json bench-out/bench.json --plot bench-out/bench.png
 
 clean:
-	rm -rf $(VENV) .tools bench-out
+	rm -rf $(VENV) .tools .audit bench-out

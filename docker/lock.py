@@ -28,7 +28,7 @@ HEADER = "# Written by `make lock`.\n"
 
 def main() -> None:
     LOCKS.mkdir(exist_ok=True)
-    service = [str(ROOT / "pyproject.toml"), "--extra", "telemetry"]
+    service = [str(ROOT / "pyproject.toml"), "--extra", "telemetry", "--extra", "jwt"]
     write("orchestrator.txt", resolve(service, overrides=WITHOUT_HUB))
     worker = [*service, "--extra", "worker", "--extra", "quantised"]
     packages = resolve(worker, constraints=TORCH)

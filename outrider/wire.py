@@ -425,7 +425,7 @@ def verified_to_proto(
 def verdict_from_proto(message: worker_pb2.Verified) -> Verdict:
     require(
         message.num_accepted == len(message.token_ids) - 1
-        and message.num_accepted <= message.num_proposed,
+        and message.num_accepted <= message.num_proposed <= MAX_PROPOSAL_TOKENS,
         "accepted guesses and tokens do not fit together",
         "num_accepted",
     )

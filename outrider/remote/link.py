@@ -37,6 +37,7 @@ KNOWN_CAPABILITIES = frozenset(
         "run_ahead",
     }
 )
+MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_BATCH = 256
 _INFO_TIMEOUT_S = 5.0
 _RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
@@ -251,16 +252,20 @@ class WorkerLink:
     async def fetch_tokenizer(self, timeout_s: float) -> bytes:
         """The target's tokenizer as JSON."""
         stub: Any = self._stub
+        data = bytearray()
+        call = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=timeout_s)
         try:
-            parts = [
-                part.data
-                async for part in stub.GetTokenizer(
-                    target_pb2.GetTokenizerRequest(), timeout=timeout_s
-                )
-            ]
+            async for part in call:
+                data += part.data
+                if len(data) > MAX_TOKENIZER_BYTES:
+                    raise FailedPrecondition(
+                        f"the tokenizer of {self.address} has more than {MAX_TOKENIZER_BYTES} bytes"
+                    )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
-        return b"".join(parts)
+        finally:
+            call.cancel()
+        return bytes(data)
 
     async def _maintain(self) -> None:
         attempt = 0

@@ -1,15 +1,20 @@
 """Client channels: TLS, bearer tokens, keepalive and message limits in one place."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import grpc.aio
 
 from outrider.errors import InvalidArgument
+from outrider.rpc.files import Contents, Renewed
+from outrider.rpc.renewing import RenewingChannel
+from outrider.rpc.tls import ClientTls
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """Largest message that a channel or a server takes unless its config says otherwise."""
+
+MAX_METADATA_BYTES = 16 * 1024
+"""Most metadata of a call, a bearer token included."""
 
 KEEPALIVE_S = 20.0
 MIN_KEEPALIVE_S = 1.0
@@ -32,7 +37,8 @@ class ChannelSecurity:
     """How a client proves the server's identity and its own.
 
     `ca_file` switches TLS on; `cert_file` and `key_file` add a client certificate (mTLS);
-    `token_file` holds a bearer token that goes with every call. Files are PEM or text.
+    `token_file` holds a bearer token that goes with every call. Files are PEM or text, and may be
+    renewed: what is in them then holds for new calls.
     `server_name` is the name that servers' certificates must have where it is not that of the
     address: of servers that are found by their IP addresses, say.
     """
@@ -80,14 +86,15 @@ def open_channel(
     _check_files(security)
     if not security.tls:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read(security.ca_file, "ca_file"),
-        private_key=_read(security.key_file, "key_file") if security.key_file else None,
-        certificate_chain=_read(security.cert_file, "cert_file") if security.cert_file else None,
-    )
     if security.server_name:
         options.append(("grpc.ssl_target_name_override", security.server_name))
-    return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
+    tls = ClientTls(security.ca_file, security.cert_file, security.key_file)
+    return RenewingChannel(
+        tls.credentials(),
+        lambda credentials: grpc.aio.secure_channel(
+            address, credentials, options, interceptors=interceptors
+        ),
+    )
 
 
 def keepalive_options(keepalive_s: float) -> list[tuple[str, int]]:
@@ -111,33 +118,35 @@ def _check_files(security: ChannelSecurity) -> None:
         raise InvalidArgument("a certificate and its key go together", field=missing)
 
 
-def _read(path: str, field: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {path}: {error.strerror}", field=field) from error
-
-
 def _bearer_interceptors(security: ChannelSecurity) -> list[grpc.aio.ClientInterceptor]:
     if not security.token_file:
         return []
-    token = _read(security.token_file, "token_file").decode().strip()
-    if not token:
-        raise InvalidArgument(f"{security.token_file} is empty", field="token_file")
+    token = Renewed({"token_file": security.token_file}, _token)
     return [
         _UnaryUnaryToken(token),
         _UnaryStreamToken(token),
+        _StreamUnaryToken(token),
         _StreamStreamToken(token),
     ]
 
 
+def _token(contents: Contents) -> str:
+    try:
+        token = contents["token_file"].decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise InvalidArgument("a token is ASCII text", field="token_file") from None
+    if not token:
+        raise InvalidArgument("the file with the token is empty", field="token_file")
+    return token
+
+
 class _Token:
-    def __init__(self, token: str) -> None:
-        self._entry = ("authorization", f"Bearer {token}")
+    def __init__(self, token: Renewed[str]) -> None:
+        self._token = token
 
     def _with_token(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        metadata.add(*self._entry)
+        metadata.add("authorization", f"Bearer {self._token.get()}")
         return details._replace(metadata=metadata)  # type: ignore[attr-defined,no-any-return]
 
 
@@ -150,6 +159,11 @@ class _UnaryUnaryToken(_Token, grpc.aio.UnaryUnaryClientInterceptor):
 class _UnaryStreamToken(_Token, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation, client_call_details, request):
         return await continuation(self._with_token(client_call_details), request)
+
+
+class _StreamUnaryToken(_Token, grpc.aio.StreamUnaryClientInterceptor):
+    async def intercept_stream_unary(self, continuation, client_call_details, request_iterator):
+        return await continuation(self._with_token(client_call_details), request_iterator)
 
 
 class _StreamStreamToken(_Token, grpc.aio.StreamStreamClientInterceptor):

@@ -18,14 +18,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.config import describe, load_config, setting
-from outrider.errors import InvalidArgument, OutriderError, Unavailable
-from outrider.rpc.auth import Authenticator, AuthInterceptor
+from outrider.errors import OutriderError, Unavailable
+from outrider.rpc.audit import configure_audit
 from outrider.rpc.channel import (
     KEEPALIVE_S,
     MAX_MESSAGE_BYTES,
+    MAX_METADATA_BYTES,
     MIN_KEEPALIVE_S,
     keepalive_options,
 )
+from outrider.rpc.security import SecuritySettings
 from outrider.telemetry.logs import configure_logging
 from outrider.telemetry.service import PROTOCOLS, TelemetrySettings
 
@@ -34,10 +36,12 @@ logger = logging.getLogger(__name__)
 _MIN_PING_MS = int(MIN_KEEPALIVE_S * 900)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _HEALTH_CALLS = 32
+HANDSHAKE_S = 20.0
+"""Seconds that a client has for TLS and HTTP/2 before it is hung up on."""
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(SecuritySettings):
     """What all services can be told about their server."""
 
     host: str = setting("127.0.0.1", help="address to listen on")
@@ -49,10 +53,6 @@ class ServerConfig:
         "other services are",
     )
     ready_file: str = setting("", help="file that gets address, pid and info once serving")
-    tls_cert: str = setting("", help="PEM certificate chain; switches TLS on")
-    tls_key: str = setting("", help="PEM private key of the certificate")
-    tls_client_ca: str = setting("", help="PEM CA of client certificates, which it requires (mTLS)")
-    auth_token_file: str = setting("", help="file of bearer tokens, a line `tenant:token` each")
     max_message_bytes: int = setting(MAX_MESSAGE_BYTES, help="largest message taken, in bytes")
     max_concurrent_calls: int = setting(4096, help="calls served at once; more are refused")
     drain_s: float = setting(30.0, help="seconds that running calls get after SIGTERM")
@@ -95,6 +95,7 @@ def run_service(
             env_prefix=f"OUTRIDER_{name.upper()}_",
         )
         configure_logging(config.log_level, as_json=config.log_json)
+        configure_audit(config.audit_file)
         _end_on_sigterm()
         logger.info("starting", extra={"service": name, "config": describe(config)})
         _run(serve(config))
@@ -124,25 +125,22 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 class Server:
     """`start`, `serving`, then `until_stopped`; health says NOT_SERVING outside of that."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        service_names: Sequence[str],
-        authenticator: Authenticator | None = None,
-    ) -> None:
-        authenticator = authenticator or Authenticator.from_file(config.auth_token_file)
+    def __init__(self, config: ServerConfig, service_names: Sequence[str]) -> None:
         self._config = config
         self._service_names = service_names
         self._health = health.aio.HealthServicer()
         self._health_grpc: grpc.aio.Server | None = None
         self._stop = asyncio.Event()
         self.grpc = grpc.aio.server(
-            interceptors=[AuthInterceptor(authenticator)],
+            interceptors=[config.make_guard()],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
                 *keepalive_options(KEEPALIVE_S),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.bdp_probe", 0),
             ],
@@ -232,26 +230,10 @@ class Server:
             await self._health.set(name, status)
 
     def _bind(self, address: str) -> int:
-        config = self._config
-        if (config.tls_key or config.tls_client_ca) and not config.tls_cert:
-            raise InvalidArgument("TLS needs a certificate of the server", field="tls_cert")
+        tls = self._config.server_tls
         try:
-            if not config.tls_cert:
+            if tls is None:
                 return self.grpc.add_insecure_port(address)
-            pair = (_read(config.tls_key, "tls_key"), _read(config.tls_cert, "tls_cert"))
-            client_ca = config.tls_client_ca and _read(config.tls_client_ca, "tls_client_ca")
-            credentials = grpc.ssl_server_credentials(
-                [pair],
-                root_certificates=client_ca or None,
-                require_client_auth=bool(client_ca),
-            )
-            return self.grpc.add_secure_port(address, credentials)
+            return self.grpc.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on {address}: {error}", field="port") from error
-
-
-def _read(path: str, field: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {path!r}: {error.strerror}", field=field) from error

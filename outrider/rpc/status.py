@@ -16,6 +16,8 @@ from outrider import errors
 _FIELD_KEY = "outrider-error-field"
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_MAX_MESSAGE_BYTES = 1024
+"""Messages quote what a caller sent, which may be long; headers have a limit."""
 
 _BY_NAME: dict[str, type[errors.OutriderError]] = {
     cls.grpc_name: cls
@@ -52,7 +54,8 @@ async def abort_with(
     if error.retry_after_s is not None:
         metadata.append((_DETAILS_KEY, _details(error, error.retry_after_s)))
         metadata.append((_PUSHBACK_KEY, str(int(error.retry_after_s * 1000))))
-    await context.abort(status_code(error), error.message, tuple(metadata))
+    message = error.message.encode("utf-8", "replace")[:_MAX_MESSAGE_BYTES]
+    await context.abort(status_code(error), message.decode("utf-8", "ignore"), tuple(metadata))
     raise AssertionError("abort returned")
 
 

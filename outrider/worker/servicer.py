@@ -16,12 +16,17 @@ from outrider.errors import OutriderError
 from outrider.rpc.status import abort_with
 from outrider.types import MAX_PROPOSAL_TOKENS
 from outrider.v1 import worker_pb2
+from outrider.wire import require
 from outrider.worker.handover import Handover
 from outrider.worker.watching import Vitals, Watching
 from outrider.worker.worker import Worker
 
 PROTOCOL_VERSION = 1
 _MAX_BATCH = 1024
+_MAX_UNREAD = 4096
+"""Replies that nobody has read, or messages that wait for the worker, at which a stream is read no
+further: who floods it waits."""
+_UNREAD_CHECK_S = 0.01
 _QUIET_S = 1.0
 """Between two rounds of a generation there is less than this."""
 _FAIL_S = 2.0
@@ -68,20 +73,29 @@ class WorkerServicer:
             ready.put((reply, time.monotonic()))
 
         async def read() -> None:
-            async for request in request_iterator:
-                self._worker.submit(request.entries, sink)
-            outbox.put_nowait(None)
+            try:
+                async for request in request_iterator:
+                    _check_batch(request)
+                    while max(outbox.qsize(), self._worker.num_unread) > _MAX_UNREAD:
+                        await asyncio.sleep(_UNREAD_CHECK_S)
+                    self._worker.submit(request.entries, sink)
+            finally:
+                outbox.put_nowait(None)
 
         reader = asyncio.create_task(read())
         try:
             while (batch := await _next_batch(outbox)) is not None:
                 yield worker_pb2.RunResponse(replies=batch)
+            if reader.done():
+                await reader
             await self._check_lives(context)
+        except OutriderError as error:
+            await abort_with(context, error)
         finally:
             self._outboxes.discard(outbox)
             reader.cancel()
             self._worker.abandon(sink)
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError):
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError, OutriderError):
                 await reader
 
     async def Bulk(
@@ -196,6 +210,11 @@ class WorkerServicer:
             pass_s=load.pass_s,
             busy_s=load.busy_s,
         )
+
+
+def _check_batch(request: worker_pb2.RunRequest) -> None:
+    count = len(request.entries)
+    require(1 <= count <= _MAX_BATCH, f"{count} entries; 1 to {_MAX_BATCH} are allowed", "entries")
 
 
 async def _next_batch(outbox: Outbox) -> list[worker_pb2.Reply] | None:

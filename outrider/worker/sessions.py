@@ -13,6 +13,7 @@ from outrider.wire import require
 Key = tuple[str, int]
 """Session id and completion index."""
 
+_MAX_NAME_BYTES = {"request_id": 128, "tenant": 128, "model": 256, "traceparent": 64}
 _MAX_CLOSED = 8192
 """Epochs of closed sessions that are remembered, so that a former owner cannot revive them."""
 
@@ -167,6 +168,15 @@ def check_header(header: worker_pb2.EntryHeader) -> None:
         raise Refusal(
             worker_pb2.REFUSAL_REASON_UNSUPPORTED, "this worker has no adapters", field="adapter"
         )
+
+
+def check_names(header: worker_pb2.EntryHeader) -> None:
+    """Refuse names that are longer than any that is meant; they end up in tables and logs."""
+    for what, limit in _MAX_NAME_BYTES.items():
+        name: str = getattr(header, what)
+        if len(name) * 4 > limit:  # Four bytes a character at most: short ones need no encoding.
+            size = len(name.encode())
+            require(size <= limit, f"{size} bytes; at most {limit} are allowed", what)
 
 
 def key_of(header: worker_pb2.EntryHeader) -> Key:

@@ -23,7 +23,7 @@ from outrider.errors import InvalidArgument, OutriderError, Unsupported
 from outrider.telemetry.context import TraceContext, within_trace
 from outrider.types import GenerationSpec, WorkTiming
 from outrider.v1 import worker_pb2
-from outrider.wire import spec_from_proto
+from outrider.wire import require, spec_from_proto
 from outrider.worker.gathering import DEFAULT_MAX_PASSES, ReturnWindow
 from outrider.worker.sessions import (
     Key,
@@ -33,6 +33,7 @@ from outrider.worker.sessions import (
     TokensMissing,
     advance_base,
     check_header,
+    check_names,
     key_of,
 )
 
@@ -46,6 +47,8 @@ _IDLE_CHECK_S = 1.0
 _LET_GO_S = 0.0002
 """Before it works ahead, the worker lets go of the interpreter, for the replies to get out."""
 _MAX_TIMEOUT_MS = 86_400_000
+_MAX_INLINE_TOKENS = 8192
+_MAX_BULK_BYTES = 64 * 1024
 
 
 class Next(enum.Enum):
@@ -218,6 +221,11 @@ class Worker:
         self._inbox.put(action)
 
     @property
+    def num_unread(self) -> int:
+        """Messages that were handed in and wait for the pass under way to end."""
+        return self._inbox.qsize()
+
+    @property
     def under_way(self) -> int:
         return self._queued
 
@@ -312,7 +320,11 @@ class Worker:
         response = worker_pb2.BulkResponse()
         _answers(response.header, request.header)
         try:
+            size = request.ByteSize()
+            require(size <= _MAX_BULK_BYTES, f"{size} bytes; at most {_MAX_BULK_BYTES}", "delta")
+            check_names(request.header)
             session = self._sessions.get(request.header)
+            self._check_room(request.header)
             self._check_ids(request.delta)
             advance_base(session.sequence.log, request.header, request.delta)
             response.held.have_len = len(session.sequence.log)
@@ -325,6 +337,7 @@ class Worker:
     def _carry_out(
         self, entry: worker_pb2.Entry, sink: ReplySink, arrived: float
     ) -> worker_pb2.Reply | None:
+        check_names(entry.header)
         op = entry.WhichOneof("op")
         if op == "cancel":
             self._cancel(entry.header, entry.cancel.through_number)
@@ -389,14 +402,13 @@ class Worker:
                 worker_pb2.REFUSAL_REASON_INVALID_ARGUMENT,
                 "an earlier entry of the session is still under way; cancel it first",
             )
-        if header.base_len >= self.limits.context_length:
-            raise Refusal(
-                worker_pb2.REFUSAL_REASON_CONTEXT_EXCEEDED,
-                f"a base of {header.base_len} tokens leaves no room in a context of "
-                f"{self.limits.context_length}",
-                field="base_len",
-            )
+        self._check_room(header)
         delta = entry.verify.delta if entry.HasField("verify") else entry.propose.delta
+        require(
+            len(delta.token_ids) <= _MAX_INLINE_TOKENS,
+            f"{len(delta.token_ids)} ids; at most {_MAX_INLINE_TOKENS}, more as bulk",
+            "delta.token_ids",
+        )
         self._check_ids(delta)
         advance_base(sequence.log, header, delta)
         work = self._tier.begin(entry, sequence, spec)
@@ -410,6 +422,15 @@ class Worker:
         self._window.returned(key_of(header), time.monotonic())
         self._queued += 1
         self._engine.scheduler.submit(work)
+
+    def _check_room(self, header: worker_pb2.EntryHeader) -> None:
+        if header.base_len >= self.limits.context_length:
+            raise Refusal(
+                worker_pb2.REFUSAL_REASON_CONTEXT_EXCEEDED,
+                f"a base of {header.base_len} tokens leaves no room in a context of "
+                f"{self.limits.context_length}",
+                field="base_len",
+            )
 
     def _check_fits(self, work: Work) -> None:
         size = self.block_tokens

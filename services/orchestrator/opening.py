@@ -25,6 +25,7 @@ from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.models import ServedModel
 from services.orchestrator.observed import RequestWatch
 from services.orchestrator.placement import block_hashes
+from services.orchestrator.prompt_threads import PromptThreads
 from services.orchestrator.records import asks_the_same, plan_of, record_of
 from services.orchestrator.requests import (
     Defaults,
@@ -102,12 +103,19 @@ class Opener:
     """Makes the generations of one orchestrator, which `owner` names in the store."""
 
     def __init__(
-        self, around: Surroundings, defaults: Defaults, *, owner: str, max_sessions: int
+        self,
+        around: Surroundings,
+        defaults: Defaults,
+        threads: PromptThreads,
+        *,
+        owner: str,
+        max_sessions: int,
     ) -> None:
         self._around = around
         self._store = around.store
         self._registry = around.registry
         self._defaults = defaults
+        self._threads = threads
         self._owner = owner
         self._max_sessions = max_sessions
 
@@ -122,7 +130,7 @@ class Opener:
         model = self._registry.model(request.model)
         session_id = session_id_for(call.tenant, request.idempotency_key)
         log = TokenLog()
-        plan = self._plan(request, session_id, model, log)
+        plan = await self._plan(request, session_id, model, log)
         await seats.take(plan, model, log)
         try:
             fence = await self._create(plan, model, call.tenant)
@@ -170,7 +178,7 @@ class Opener:
             return await self._again(request, request.session_id, call)
         model = self._model_of(session, request.model)
         log = TokenLog(session.token_ids)
-        plan = self._plan(request, request.session_id, model, log)
+        plan = await self._plan(request, request.session_id, model, log)
         return await self._generation(plan, model, session.fence, log, call)
 
     async def _again(
@@ -191,7 +199,7 @@ class Opener:
             return await self._begin_created(request, session_id, call, other)
         record = session.last
         assert record is not None
-        if not self._is_repeated(request, session, record):
+        if not await self._is_repeated(request, session, record):
             if session.running is not None:
                 stays = record.keep or record.start > 0
                 await self._store.detach(session.fence, keep=stays)
@@ -215,7 +223,7 @@ class Opener:
             raise why_not
         model = self._model_of(session, request.model)
         log = TokenLog()
-        plan = self._plan(request, session_id, model, log)
+        plan = await self._plan(request, session_id, model, log)
         return await self._generation(plan, model, session.fence, log, call)
 
     async def _go_on(
@@ -246,7 +254,7 @@ class Opener:
         self._store.tally.takeovers += 1
         return await self._generation(plan, model, session.fence, log, call, taken)
 
-    def _is_repeated(
+    async def _is_repeated(
         self,
         request: generation_pb2.GenerateRequest,
         session: StoredSession,
@@ -254,7 +262,7 @@ class Opener:
     ) -> bool:
         model = self._model_of(session, request.model)
         log = TokenLog(session.token_ids[: record.start])
-        plan = self._plan(request, session.fence.session_id, model, log)
+        plan = await self._plan(request, session.fence.session_id, model, log)
         asked = record_of(plan, model, epoch=record.epoch)
         prompt_ids = session.token_ids[record.start : record.prompt_end]
         seed_given = request.sampling.HasField("seed")
@@ -327,14 +335,15 @@ class Opener:
                     await index.remove(tenant, plan.session_id)
             raise
 
-    def _plan(
+    async def _plan(
         self,
         request: generation_pb2.GenerateRequest,
         session_id: str,
         model: ServedModel,
         log: TokenLog,
     ) -> GenerationPlan:
-        return plan_generation(
+        return await self._threads.run(
+            plan_generation,
             request,
             model,
             self._defaults,

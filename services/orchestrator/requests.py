@@ -34,6 +34,7 @@ from services.orchestrator.stopping import StopRules
 DEFAULT_MAX_TOKENS = 512
 MAX_TEXT_BYTES = 1 << 20
 MAX_MESSAGES = 1024
+MAX_PARTS = 1024
 _MAX_ID_BYTES = 128
 
 
@@ -137,11 +138,12 @@ def plan_generation(
 
     Raises InvalidArgument with the field's name.
     """
+    room = model.context_length - 1 - log_len
     prompt_ids = tokenize_prompt(
-        request.prompt, model, continues=log_len > 0, last_token=last_token
+        request.prompt, model, continues=log_len > 0, last_token=last_token, max_tokens=room
     )
     prompt_len = log_len + len(prompt_ids)
-    if prompt_len >= model.context_length:
+    if len(prompt_ids) > room:
         raise InvalidArgument(
             f"{prompt_len} tokens; a context of {model.context_length} takes at most "
             f"{model.context_length - 1} before generation",
@@ -192,9 +194,12 @@ def tokenize_prompt(
     *,
     continues: bool,
     last_token: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids that a prompt appends to the log."""
+    """Token ids that a prompt appends to the log; not all of them where they are more than
+    `max_tokens`. For a thread: a megabyte takes a second."""
     require(len(parts) > 0, "is empty; give at least one part", "prompt")
+    require(len(parts) <= MAX_PARTS, f"{len(parts)} parts; at most {MAX_PARTS}", "prompt")
     kinds = [part.WhichOneof("part") for part in parts]
     if "chat" in kinds:
         require(len(parts) == 1, "chat must be the only part of its prompt", "prompt")
@@ -202,6 +207,8 @@ def tokenize_prompt(
     else:
         token_ids = []
         for part, kind in zip(parts, kinds, strict=True):
+            if max_tokens is not None and len(token_ids) > max_tokens:
+                break
             is_start = not continues and not token_ids
             token_ids += _part_ids(part, kind, model, is_start=is_start)
     require(bool(token_ids), "holds no token", "prompt")

@@ -12,7 +12,7 @@ import grpc.aio
 
 from outrider.errors import InvalidArgument, OutriderError
 from outrider.remote.metrics import watch_links
-from outrider.rpc.auth import Authenticator
+from outrider.rpc.auth import current_caller
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
 from outrider.telemetry.catalog import DRAFT, ORCHESTRATOR, TARGET
@@ -31,6 +31,7 @@ from services.orchestrator.metrics import watch_store
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.observed import RequestWatch, Watch
 from services.orchestrator.opening import Call, Opener, Seats
+from services.orchestrator.prompt_threads import PromptThreads
 from services.orchestrator.requests import Defaults, check_ids, tokenize_prompt
 from services.orchestrator.running import Place, Running
 from services.orchestrator.seating import Seating
@@ -56,7 +57,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         registry: ModelRegistry,
         admission: Admission,
         seating: Seating,
-        authenticator: Authenticator,
         owner: str,
         watch: Watch,
     ) -> None:
@@ -65,12 +65,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._registry = registry
         self._admission = admission
         self._seating = seating
-        self._authenticator = authenticator
+        self._threads = PromptThreads()
         self._running = Running(config.max_concurrent_calls)
         self._lifecycle = Lifecycle(store, registry, owner)
         self._opener = Opener(
             _surroundings(config, store, registry),
             Defaults(config.pinned_length, config.proposer, Durability(config.durability)),
+            self._threads,
             owner=owner,
             max_sessions=config.max_sessions_per_caller,
         )
@@ -130,7 +131,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: "Context[generation_pb2.CancelRequest, generation_pb2.CancelResponse]",
     ) -> generation_pb2.CancelResponse:
         try:
-            await self._lifecycle.cancel(request, self._tenant(context))
+            await self._lifecycle.cancel(request, current_caller().tenant)
         except OutriderError as error:
             await abort_with(context, error)
         return generation_pb2.CancelResponse()
@@ -141,7 +142,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: "Context[generation_pb2.GetSessionRequest, generation_pb2.GetSessionResponse]",
     ) -> generation_pb2.GetSessionResponse:
         try:
-            return await self._lifecycle.show(request, self._tenant(context))
+            return await self._lifecycle.show(request, current_caller().tenant)
         except OutriderError as error:
             await abort_with(context, error)
 
@@ -151,7 +152,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: "Context[generation_pb2.ListSessionsRequest, generation_pb2.ListSessionsResponse]",
     ) -> generation_pb2.ListSessionsResponse:
         try:
-            return await self._lifecycle.list_page(request, self._tenant(context))
+            return await self._lifecycle.list_page(request, current_caller().tenant)
         except OutriderError as error:
             await abort_with(context, error)
 
@@ -161,7 +162,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: "Context[Any, generation_pb2.DeleteSessionResponse]",
     ) -> generation_pb2.DeleteSessionResponse:
         try:
-            await self._lifecycle.delete(request.session_id, self._tenant(context))
+            await self._lifecycle.delete(request.session_id, current_caller().tenant)
         except OutriderError as error:
             await abort_with(context, error)
         return generation_pb2.DeleteSessionResponse()
@@ -171,10 +172,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,
         context: "Context[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse]",
     ) -> generation_pb2.ListModelsResponse:
-        try:
-            self._tenant(context)
-        except OutriderError as error:
-            await abort_with(context, error)
         return generation_pb2.ListModelsResponse(
             models=[self._model_to_proto(model) for model in self._registry.models]
         )
@@ -185,9 +182,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: "Context[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse]",
     ) -> generation_pb2.TokenizeResponse:
         try:
-            self._tenant(context)
             model = self._registry.model(request.model)
-            token_ids = tokenize_prompt(request.prompt, model, continues=False)
+            token_ids = await self._threads.run(
+                tokenize_prompt, request.prompt, model, continues=False
+            )
         except OutriderError as error:
             await abort_with(context, error)
         return generation_pb2.TokenizeResponse(token_ids=token_ids)
@@ -198,14 +196,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission.close()
         await self._running.drain(timeout_s)
 
-    def _tenant(self, context: "Context[Any, Any]") -> str:
-        return self._authenticator.tenant_of(context.invocation_metadata() or ())
-
     def _call(self, context: "StreamContext", watch: RequestWatch) -> Call:
         arrived = time.monotonic()
         remaining, limit = context.time_remaining(), self._config.max_request_s
         left_s = limit if remaining is None else min(float(remaining), limit)
-        return Call(self._tenant(context), arrived, arrived + left_s, watch)
+        return Call(current_caller().tenant, arrived, arrived + left_s, watch)
 
     def _seats(self, call: Call, priority: Priority, stack: contextlib.AsyncExitStack) -> Seats:
         return Seats(
@@ -304,9 +299,8 @@ def _watch(
 
 
 async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
-    authenticator = Authenticator.from_file(config.auth_token_file)
     name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-    server = Server(config, [name], authenticator)
+    server = Server(config, [name])
     store = await SessionStore.connect(
         config.store_url,
         session_ttl_s=config.session_ttl_s,
@@ -338,7 +332,6 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             registry,
             admission,
             seating,
-            authenticator,
             owner=owner,
             watch=_watch(config, telemetry, store, registry, admission),
         )

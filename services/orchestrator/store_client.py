@@ -25,6 +25,7 @@ from outrider.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from services.orchestrator.store_tls import RenewedSslConnection
 
 MAX_CONNECTIONS = 64
 RIGHTS = (
@@ -95,6 +96,8 @@ class ScriptClient:
         except (ValueError, TypeError):
             # Their text may quote the URL.
             raise InvalidArgument(_url_help("cannot be read"), field="redis_url") from None
+        if url.startswith("rediss://"):
+            pool.connection_class = RenewedSslConnection
         client = cls(
             Redis.from_pool(pool),
             script,

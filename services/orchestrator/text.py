@@ -2,35 +2,27 @@
 
 The orchestrator has no `transformers`; the target worker sends its tokenizer and chat template as
 one JSON document (`ChatTokenizer.from_json`), which is not trusted: its size is bounded, its
-template runs in a sandbox, and what cannot be reproduced exactly is refused when it is loaded.
+template runs in a sandbox in a process of its own, and what cannot be reproduced exactly is refused
+when it is loaded. Encoding and rendering take a second for a megabyte: they belong on a thread.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.parser
-import jinja2.sandbox
-from jinja2 import nodes
 from tokenizers import Tokenizer
 
-from outrider.errors import FailedPrecondition, InvalidArgument, OutriderError, Unsupported
+from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
+from services.orchestrator.chat_template import ChatTemplate, Messages
 from services.orchestrator.detokenize import Stage, decoder_spec, stage_factories
 
 MAX_DOCUMENT_BYTES = 64 << 20
-MAX_TEMPLATE_CHARS = 1 << 20
-
-Messages = Sequence[tuple[str, str]]
-"""(role, content) of each message."""
 
 
 class ChatTokenizer:
     """The target's tokenizer and chat template. Immutable to its users; safe to share."""
 
-    def __init__(self, tokenizer: Tokenizer, template: "ChatTemplate | None" = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -86,7 +78,11 @@ class ChatTokenizer:
         Special tokens written out in the text become these tokens, as in `transformers`.
         """
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            # Unlike `encode` it lets other threads run, and it keeps no offsets.
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return list(encoding.ids)
         except (TypeError, UnicodeError) as error:
             raise InvalidArgument(f"the text is not valid Unicode: {error}") from error
 
@@ -146,7 +142,7 @@ class ChatTokenizer:
         return [make() for make in self._stages]
 
     @property
-    def _chat_template(self) -> "ChatTemplate":
+    def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             raise Unsupported("the model has no chat template; send text or token ids instead")
         return self._template
@@ -191,120 +187,3 @@ def _load_tokenizer(content: object) -> Tokenizer:
         if type(error).__name__ != "PanicException":
             raise
         raise FailedPrecondition(f"the target's tokenizer cannot be loaded: {error}") from error
-
-
-# ------------------------------------------------------------------------------------- chat
-
-
-class ChatTemplate:
-    """A model's chat template, set up as `transformers` sets it up, in a sandbox.
-
-    The sandbox keeps a template from reaching Python's internals; it does not bound its time.
-    """
-
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise FailedPrecondition(
-                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}"
-            )
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
-            raise FailedPrecondition(f"the chat template cannot be compiled: {error}") from error
-        self._special_tokens = special_tokens
-
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text.
-
-        Raises InvalidArgument where the template itself refuses the messages (roles that it does
-        not know or that do not alternate), Unsupported where it fails.
-        """
-        try:
-            return self._template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except OutriderError:
-            raise
-        except Exception as error:
-            raise Unsupported(
-                f"the model's chat template fails on these messages: {error}"
-            ) from error
-
-    def render_after_reply(self, messages: Messages) -> tuple[str, str]:
-        """A dummy conversation up to the end of the assistant's reply, and what follows it."""
-        marker = _absent_marker(content for _, content in messages)
-        short = [("user", "x"), ("assistant", marker)]
-        long = [("user", "y"), ("assistant", "z"), *short]
-        try:
-            self.render(short, add_generation_prompt=False)
-        except InvalidArgument as error:
-            raise Unsupported(f"{_CANNOT_CONTINUE}: it takes no plain dialogue") from error
-        before, after = self._split(short, marker, messages)
-        if self._split(long, marker, messages)[1] != after:
-            raise Unsupported(f"{_CANNOT_CONTINUE}: what it adds depends on earlier messages")
-        return before, after
-
-    def _split(self, dialogue: Messages, marker: str, messages: Messages) -> tuple[str, str]:
-        parts = self.render([*dialogue, *messages]).split(marker)
-        if len(parts) != 2:
-            raise Unsupported(f"{_CANNOT_CONTINUE}: it does not keep a reply once and as it is")
-        return parts[0] + marker, parts[1]
-
-
-_CANNOT_CONTINUE = "the model's chat template cannot continue a session"
-
-
-def _absent_marker(texts: Iterable[str]) -> str:
-    texts = list(texts)
-    number = 0
-    while any((marker := f"outrider reply {number}") in text for text in texts):
-        number += 1
-    return marker
-
-
-def _raise_exception(message: object) -> None:
-    raise InvalidArgument(f"the model's chat template refuses it: {message}", field="messages")
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which models were not trained on."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks an assistant's words for training; text here."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it as an instance attribute)
-
-    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)

@@ -16,6 +16,7 @@ from outrider.client_wire import generate_request
 from outrider.errors import (
     AlreadyRunning,
     DeadlineExceeded,
+    InvalidArgument,
     NotFound,
     PermissionDenied,
     Unauthenticated,
@@ -95,6 +96,14 @@ CASES: dict[str, tuple[Any, grpc.StatusCode, str, str]] = {
         "prompt.chat",
         "1 to 1024",
     ),
+    "1025 parts": (prompt(*[Part(text="x")] * 1025), INVALID, "prompt", "at most 1024"),
+    "long message": (
+        prompt(chat(("user", "é" * ((1 << 19) + 1)))),
+        INVALID,
+        "prompt.chat.content",
+        "1048576",
+    ),
+    "long model": (fields(model="gpt" * 300_000), grpc.StatusCode.NOT_FOUND, "model", "gptgpt"),
     "long text": (prompt(Part(text="x" * ((1 << 20) + 1))), INVALID, "prompt.text", "1048576"),
     "unknown model": (fields(model="gpt"), grpc.StatusCode.NOT_FOUND, "model", "target"),
     "adapter": (fields(adapter="lora"), grpc.StatusCode.UNIMPLEMENTED, "adapter", "no adapters"),
@@ -122,6 +131,18 @@ CASES: dict[str, tuple[Any, grpc.StatusCode, str, str]] = {
         INVALID,
         "speculation.num_speculative_tokens",
         "[0, 16]",
+    ),
+    "max k 17": (
+        fields("speculation", max_speculative_tokens=17),
+        INVALID,
+        "speculation.max_speculative_tokens",
+        "[0, 16]",
+    ),
+    "fan-out 65": (
+        fields("speculation", fan_out=65),
+        INVALID,
+        "speculation.fan_out",
+        "[0, 64]",
     ),
     "4 alternatives": (
         fields("speculation", alternatives=4),
@@ -195,6 +216,13 @@ CASES: dict[str, tuple[Any, grpc.StatusCode, str, str]] = {
 }
 
 
+PROMPT_CASES = [
+    name
+    for name, (_, _, field, _) in CASES.items()
+    if field.startswith("prompt") and "context" not in name  # of which Tokenize knows nothing
+]
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_a_bad_request_says_what_is_allowed(stack: Rig, name: str) -> None:
     change, code, field, message = CASES[name]
@@ -208,6 +236,12 @@ async def test_a_bad_request_says_what_is_allowed(stack: Rig, name: str) -> None
     error = error_from_rpc(refused.value)
     assert error.field == field and message in error.message
     await stack.returns_to(before)
+
+
+async def test_so_many_parts_are_allowed(stack: Rig) -> None:
+    request = generate_request("fine", GenerationOptions(max_tokens=1))
+    prompt(*[Part(text="")] * 1023, Part(text="x"))(request)
+    assert [response async for response in stack.stub.Generate(request, timeout=10)]
 
 
 async def test_the_edges_of_every_range_are_allowed(stack: Rig) -> None:
@@ -353,11 +387,28 @@ async def health_of(address: str) -> int:
 
 
 async def test_get_session_and_tokenize_check_what_they_get(stack: Rig) -> None:
-    for session_id, expected in (("A" * 22, NotFound), ("short", Exception)):
+    for session_id, expected in (
+        ("A" * 22, NotFound),
+        ("short", InvalidArgument),
+        ("x" * 1_000_000, InvalidArgument),
+    ):
         with pytest.raises(expected):
             await stack.client.get_session(session_id)
     with pytest.raises(NotFound, match="target"):
         await stack.client.tokenize("x", model="gpt")
+
+
+@pytest.mark.parametrize("name", PROMPT_CASES)
+async def test_tokenize_has_the_limits_of_generate(stack: Rig, name: str) -> None:
+    change, code, field, message = CASES[name]
+    request = generate_request("fine", GenerationOptions())
+    change(request)
+    tokenize = generation_pb2.TokenizeRequest(prompt=request.prompt)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stack.stub.Tokenize(tokenize, timeout=10)
+    assert refused.value.code() is code
+    error = error_from_rpc(refused.value)
+    assert error.field == field and message in error.message
 
 
 async def test_the_log_holds_no_traceback_after_all_that(stack: Rig) -> None:

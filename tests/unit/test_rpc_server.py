@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import datetime
-import ipaddress
 import json
 import os
 import shutil
@@ -16,17 +14,14 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.hazmat.primitives import serialization
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from certificates import certificate, pem
 from outrider import errors
-from outrider.errors import InvalidArgument, Unauthenticated, Unavailable
-from outrider.rpc.auth import DEFAULT_TENANT, Authenticator
+from outrider.errors import InvalidArgument, Unavailable
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.server import Server, ServerConfig, run_service
 from outrider.rpc.status import abort_with, error_from_rpc, status_code
@@ -102,36 +97,6 @@ async def running(echo=None, **settings):
 
 
 # --- TLS ----------------------------------------------------------------------------------------
-
-
-def pem(key):
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-
-
-def certificate(name, *, issuer=None, ca=False):
-    """(certificate, key); self-signed unless there is an issuer."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    issuer_certificate, issuer_key = issuer or (None, key)
-    now = datetime.datetime.now(datetime.UTC)
-    addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    built = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer_certificate.subject if issuer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
-        .sign(issuer_key, hashes.SHA256())
-    )
-    return built, key
 
 
 @pytest.fixture(scope="module")
@@ -316,35 +281,16 @@ async def test_an_empty_token_file_of_a_client_is_refused(tmp_path):
         open_channel("127.0.0.1:1", ChannelSecurity(token_file=str(tmp_path / "own")))
 
 
-async def test_health_needs_no_token_and_reflection_does(tokens):
+async def test_health_needs_no_token_and_reflection_does_unless_it_is_open(tokens):
     async with running(auth_token_file=tokens) as server, open_channel(server.address) as channel:
         assert await health(channel) == "NOT_SERVING"
         assert await code_of(reflected(channel)) == grpc.StatusCode.UNAUTHENTICATED
-
-
-def test_tokens_map_to_tenants(tokens):
-    authenticator = Authenticator.from_file(tokens)
-    assert authenticator.tenant_of(bearer("s3cret")) == "acme"
-    assert authenticator.tenant_of(bearer("plain")) == DEFAULT_TENANT
-    assert authenticator.tenant_of((("authorization", b"Bearer plain"),)) == DEFAULT_TENANT
-    for metadata in (*WRONG[1:], (), bearer("ünï")):
-        with pytest.raises(Unauthenticated):
-            authenticator.tenant_of(metadata)
-
-
-def test_without_tokens_everyone_is_the_default_tenant():
-    authenticator = Authenticator.from_file("")
-    assert authenticator.tenant_of(()) == authenticator.tenant_of(bearer("x")) == DEFAULT_TENANT
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "acme:\n", "good\nacme:\n"])
-def test_token_files_without_a_token_are_refused(tmp_path, text):
-    """An empty file must not switch authentication off."""
-    path = tmp_path / "tokens"
-    path.write_text(text)
-    with pytest.raises(InvalidArgument) as refused:
-        Authenticator.from_file(str(path))
-    assert refused.value.field == "auth_token_file"
+    async with (
+        running(auth_token_file=tokens, reflection_open=True) as server,
+        open_channel(server.address) as channel,
+    ):
+        assert SERVICE in await reflected(channel)
+        assert await code_of(call(channel)) == grpc.StatusCode.UNAUTHENTICATED
 
 
 # --- health, reflection, draining -----------------------------------------------------------------

@@ -1,12 +1,26 @@
 """Chat templates: what a conversation becomes, and how a session's log is continued."""
 
+import asyncio
+import gc
+import inspect
 import json
+import os
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
+from outrider.v1 import generation_pb2, worker_pb2
+from services.orchestrator import chat_template as chat_template_module
 from services.orchestrator import text as text_module
+from services.orchestrator.config import OrchestratorConfig
+from services.orchestrator.models import ServedModel
+from services.orchestrator.service import GenerationServicer
 from services.orchestrator.text import ChatTokenizer
 
 CHATML = (
@@ -264,3 +278,113 @@ def test_a_tokenizer_may_come_as_an_object_or_a_string() -> None:
 def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
     with pytest.raises(InvalidArgument, match="not valid Unicode"):
         load(None).encode("a\ud800")
+
+
+# --- templates that would not end ---------------------------------------------------------------
+
+FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (FOR_EVER, "within 0.6 s"),
+        ("{% set n = messages | length * 10 ** 8 %}{{ (3 ** n) % 10 }}", "within 0.6 s"),
+        ("{% set n = messages | length %}{{ 'x' * (10 ** 10 * n) }}", "MemoryError"),
+        ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "16777216 characters"),
+    ],
+    ids=["loops", "one long operation", "memory", "text"],
+)
+def test_a_template_has_little_time_memory_and_text(
+    monkeypatch: pytest.MonkeyPatch, template: str, why: str
+) -> None:
+    monkeypatch.setattr(chat_template_module, "TIME_LIMIT_S", 0.6)
+    bad = "{% if messages[0].role == 'bad' %}" + template + "{% endif %}fine"
+    tokenizer = load(bad)
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(Unsupported, match=why):
+            tokenizer.render_chat([("bad", "")])
+        assert time.monotonic() - started < 4
+        if "within" in why:  # It ended by itself; that it would be killed is for worse.
+            assert tokenizer._chat_template._child._process.returncode == -signal.SIGALRM
+        # Others are served, by a new process if need be.
+        assert show(tokenizer, tokenizer.render_chat([("user", "")])) == "fine"
+
+
+def test_a_template_that_does_not_end_even_when_it_is_compiled_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template_module, "TIME_LIMIT_S", 0.6)
+    with pytest.raises(FailedPrecondition, match="cannot be compiled"):
+        load("{{ 3 ** (10 ** 8) % 10 }}")
+
+
+def test_a_renderer_that_died_is_replaced() -> None:
+    tokenizer = load(CHATML)
+    expected = tokenizer.render_chat([("user", "Hi")])
+    template = tokenizer._chat_template
+    template._child._process.kill()
+    template._child._process.wait()
+    assert tokenizer.render_chat([("user", "Hi")]) == expected
+    os.kill(template._child._process.pid, signal.SIGSTOP)  # neither dead nor answering
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        patched.setattr(chat_template_module, "TIME_LIMIT_S", 0.2)
+        patched.setattr(chat_template_module, "_GRACE_S", 0.1)
+        with pytest.raises(Unsupported, match=r"within 0\.2 s"):
+            tokenizer.render_chat([("user", "x" * 200_000)])
+    assert tokenizer.render_chat([("user", "Hi")]) == expected
+
+
+def test_the_renderer_has_no_secret_and_ends_with_its_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OUTRIDER_ORCHESTRATOR_STORE_URL", "redis://:sesame@host")
+    tokenizer = load(CHATML)
+    process = psutil.Process(tokenizer._chat_template._child._process.pid)
+    assert "sesame" not in str(process.environ()) and "-I" in process.cmdline()
+    assert [f for f in process.open_files() if "outrider" in f.path] == []
+    del tokenizer
+    gc.collect()
+    process.wait(10)
+
+
+async def test_a_slow_template_or_a_long_text_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What tokenises a prompt runs beside the event loop."""
+    monkeypatch.setattr(chat_template_module, "TIME_LIMIT_S", 1.2)
+    model = ServedModel("m", worker_pb2.InfoResponse(vocab_size=300), load(FOR_EVER))
+    parts: dict[str, Any] = dict.fromkeys(inspect.signature(GenerationServicer).parameters)
+    parts["registry"] = SimpleNamespace(model=lambda name: model)
+    servicer = GenerationServicer(**parts | {"config": OrchestratorConfig(), "owner": "me"})
+    context: Any = SimpleNamespace(abort=_raise_abort)
+    slow = generation_pb2.TokenizeRequest()
+    slow.prompt.add().chat.messages.add(role="user", content="x")
+    long = generation_pb2.TokenizeRequest()
+    for _ in range(3):
+        long.prompt.add(text="long text " * 50_000)
+    gaps = []
+
+    async def tick() -> None:
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            await asyncio.sleep(0.005)
+            gaps.append(loop.time() - before)
+            before = loop.time()
+
+    ticking = asyncio.create_task(tick())
+    started = time.monotonic()
+    refused, tokens = await asyncio.gather(
+        servicer.Tokenize(slow, context), servicer.Tokenize(long, context), return_exceptions=True
+    )
+    ticking.cancel()
+    assert "within 1.2 s" in str(refused) and len(tokens.token_ids) > 1_000_000  # type: ignore[union-attr]
+    # It takes long, and the loop goes round all the while.
+    assert time.monotonic() - started > 1 and max(gaps) < 0.8
+
+
+async def _raise_abort(code: object, message: str, metadata: object) -> None:
+    raise RuntimeError(message)

@@ -8,6 +8,7 @@ import pytest
 from outrider import wire
 from outrider.errors import InvalidArgument
 from outrider.types import (
+    DraftPlan,
     FinishReason,
     GenerationSpec,
     PositionLogprobs,
@@ -232,7 +233,7 @@ def test_verdicts_and_timings_come_back():
 
 @pytest.mark.parametrize(
     ("tokens", "accepted", "proposed"),
-    [((), 0, 0), ((1,), 1, 1), ((1, 2, 3), 1, 4), ((1, 2), 1, 0)],
+    [((), 0, 0), ((1,), 1, 1), ((1, 2, 3), 1, 4), ((1, 2), 1, 0), ((1,), 0, 65)],
 )
 def test_verdicts_that_contradict_themselves_are_refused(tokens, accepted, proposed):
     message = worker_pb2.Verified(token_ids=tokens, num_accepted=accepted, num_proposed=proposed)
@@ -257,6 +258,40 @@ def test_run_ahead_guesses_come_back_with_their_distributions():
         outcome.token_id = token_id
         with pytest.raises(InvalidArgument):
             wire.run_ahead_from_proto(outcome, vocab_size=vocab_size)
+
+
+PLAN = DraftPlan("draft:1", 16, 64, 60.0, 2**31 - 1, 3)
+
+
+def test_plans_come_back_at_the_ends_of_their_ranges():
+    for plan in (PLAN, DraftPlan("é" * 128, 0, 0, 0.001, 1)):
+        assert wire.plan_from_proto(over_the_wire(wire.plan_to_proto(plan))) == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("address", ""),
+        ("address", "é" * 129),
+        ("num_speculative_tokens", 17),
+        ("fan_out", 65),
+        ("timeout_ms", 0),
+        ("timeout_ms", 60_001),
+        ("end_len", 0),
+        ("end_len", 2**31),
+        ("alternatives", 4),
+    ],
+)
+def test_plans_outside_their_ranges_are_refused_by_name(field, value):
+    message = wire.plan_to_proto(PLAN)
+    setattr(message, field, value)
+    with pytest.raises(InvalidArgument) as refused:
+        wire.plan_from_proto(message)
+    assert refused.value.field.removeprefix("draft.") == field
+    if field in ("num_speculative_tokens", "fan_out"):
+        with pytest.raises(InvalidArgument) as refused:
+            wire.check_lengths(worker_pb2.TuneEntry(**{field: value}))
+        assert refused.value.field == field
 
 
 def test_statistics_come_back_field_by_field():

@@ -265,6 +265,25 @@ def test_pieces_are_fenced(owner):
     newer.close()
 
 
+def test_bulk_is_bounded_by_the_message_and_by_the_context(owner):
+    big = owner.bulk_request(0, 12)
+    big.delta.token_ids.extend([1] * 65_600)
+    assert refusal(owner.bench.ask_bulk(big)) == ("invalid_argument", "delta")
+    context = owner.bench.worker.limits.context_length
+    owner.tokens = [1] * (context + 1)
+    assert owner.bench.ask_bulk(owner.bulk_request(0, context - 1)).held.have_len == context - 1
+    for stop in (context, context + 1):
+        answer = owner.bench.ask_bulk(owner.bulk_request(context - 1, stop))
+        assert refusal(answer) == ("context_exceeded", "base_len")
+    assert len(log_of(owner)) == context - 1
+
+
+def test_a_delta_has_at_most_8192_ids(owner):
+    for count, expected in ((8192, ("invalid_argument", "base_hash")),
+                            (8193, ("invalid_argument", "delta.token_ids"))):  # fmt: skip
+        assert refusal(owner.verify(delta=[1] * count)) == expected
+
+
 # --- what may be opened, and what an entry may say --------------------------------------------
 
 
@@ -277,12 +296,28 @@ def test_pieces_are_fenced(owner):
         ({"epoch": 0}, ("invalid_argument", "epoch")),
         ({"adapter": "lora"}, ("unsupported", "adapter")),
         ({"number": 0}, ("stale_number", "number")),
+        ({"tenant": "t" * 129}, ("invalid_argument", "tenant")),
+        ({"tenant": "é" * 65}, ("invalid_argument", "tenant")),
+        ({"request_id": "r" * 129}, ("invalid_argument", "request_id")),
+        ({"traceparent": "t" * 65}, ("invalid_argument", "traceparent")),
+        ({"model": "m" * 257}, ("invalid_argument", "model")),
     ],
 )
 def test_opening_checks_the_header(bench, header, expected):
     sessions = bench.worker.load.sessions
     assert refusal(Owner(bench, [1]).open(**header)) == expected
     assert bench.worker.load.sessions == sessions
+
+
+def test_names_of_the_longest_kind_are_taken(bench):
+    names = {"tenant": "é" * 64, "request_id": "r" * 128, "traceparent": "t" * 64}
+    assert Owner(bench, [1]).open(**names, model="m" * 256).HasField("opened")
+
+
+def test_names_are_checked_on_every_entry(owner):
+    assert refusal(owner.verify(request_id="r" * 129)) == ("invalid_argument", "request_id")
+    request = owner.bulk_request(0, 5, tenant="t" * 129)
+    assert refusal(owner.bench.ask_bulk(request)) == ("invalid_argument", "tenant")
 
 
 @pytest.mark.parametrize(

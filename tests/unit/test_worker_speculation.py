@@ -620,6 +620,28 @@ def test_alternatives_are_refused_where_there_are_none(draft, spec, change, reas
         proposal_of(owner.propose(3))
 
 
+@pytest.mark.parametrize(
+    ("pending", "fan_out", "field"),
+    [
+        ([], [], "ahead.fan_out"),
+        ([], [0], "ahead.fan_out"),
+        ([], [65], "ahead.fan_out"),
+        ([1], [1], "ahead.fan_out"),
+        ([1], [64, 1], "ahead.fan_out"),
+        ([1] * 65, [1] * 66, "proposal.token_ids"),
+        ([258], [1, 1], "proposal.token_ids"),
+    ],
+)
+def test_what_is_to_be_prepared_has_its_range(draft, pending, fan_out, field):
+    with session(draft, GREEDY) as owner:
+        entry = owner.propose_entry(3)
+        entry.propose.ahead.pending.token_ids.extend(pending)
+        entry.propose.ahead.fan_out.extend(fan_out)
+        entry.propose.ahead.SetInParent()
+        assert refusal(owner.bench.ask(entry)) == ("invalid_argument", field)
+        proposal_of(owner.propose(3))
+
+
 def test_the_longest_proposal_is_taken(target, folder):
     own = plain_greedy(folder, PROMPT, 65)
     with session(target, GREEDY) as owner:

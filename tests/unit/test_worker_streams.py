@@ -6,12 +6,14 @@ import functools
 import json
 import time
 
+import grpc
 import grpc.aio
 import pytest
 from worker_harness import Owner, load, plain_greedy, random_tokens, refusal, serving, verdict_of
 
-from outrider.errors import InvalidArgument
-from outrider.rpc.channel import open_channel
+from outrider.errors import FailedPrecondition, InvalidArgument
+from outrider.remote.link import WorkerLink
+from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.server import Server, ServerConfig
 from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 from outrider.worker.service import WorkerConfig, _build
@@ -74,12 +76,58 @@ async def test_no_entry_of_a_large_message_goes_without_an_answer(folder):
     async with target(folder) as (bench, stub, _):
         owner = Owner(bench, [1, 2])
         entries = [owner.open_entry()]
-        for _ in range(1499):
+        for _ in range(1023):
             entry = owner.entry()
             entry.open.spec.CopyFrom(entries[0].open.spec)
             entries.append(entry)
         replies = await exchange(stub.Run(), entries)
-        assert [reply.header.number for reply in replies] == list(range(1, 1501))
+        assert [reply.header.number for reply in replies] == list(range(1, 1025))
+
+
+@pytest.mark.parametrize("count", [0, 1025])
+async def test_a_message_of_too_many_entries_or_none_ends_its_stream(folder, count):
+    async with target(folder) as (bench, stub, _):
+        owner = Owner(bench, [1, 2])
+        call = stub.Run()
+        await call.write(worker_pb2.RunRequest(entries=[owner.open_entry()] * count))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "1 to 1024" in refused.value.details() and bench.worker.load.sessions == 0
+        assert (await exchange(stub.Run(), [owner.open_entry()]))[0].HasField("opened")
+
+
+async def test_who_sends_without_reading_is_read_no_further(folder, monkeypatch):
+    """Else what it asked for, and nobody fetches, would pile up here."""
+    monkeypatch.setattr("outrider.worker.servicer._MAX_UNREAD", 100)
+    async with target(folder) as (bench, stub, _):
+        call = stub.Run()
+        sent = 0
+
+        async def flood():
+            nonlocal sent
+            for _ in range(400):
+                entries = unknown_entries(bench, 256)
+                await call.write(worker_pb2.RunRequest(entries=entries))
+                sent += len(entries)
+
+        flooding = asyncio.create_task(flood())
+        seen = -1
+        async with asyncio.timeout(TIMEOUT_S):
+            while seen != sent:  # until nothing moves any more
+                seen = sent
+                await asyncio.sleep(0.3)
+        assert 0 < sent < 400 * 256
+        answered = bench.worker.counters["refused_unknown_session"]
+        assert answered < sent
+        flooding.cancel()
+        call.cancel()
+
+
+def unknown_entries(bench, count):
+    owner = Owner(bench, [1, 2])
+    owner.session_id = "U" * 22
+    return [owner.verify_entry(request_id="r" * 100) for _ in range(count)]
 
 
 async def test_work_stops_when_its_stream_ends_and_the_session_stays(folder):
@@ -172,6 +220,29 @@ async def test_the_tokenizer_arrives_in_pieces(folder):
     content = json.loads(b"".join(pieces))
     assert content["tokenizer"] == json.loads((folder / "tokenizer.json").read_text())
     assert content["eos_token"] == "<|im_end|>" and "message" in content["chat_template"]
+
+
+async def test_a_tokenizer_without_an_end_is_not_read_to_it(folder, monkeypatch):
+    async with target(folder) as (_, _, servicer):
+        monkeypatch.setattr("outrider.remote.link.MAX_TOKENIZER_BYTES", 3000)
+        sent = 0
+
+        async def endless(self, request, context):
+            nonlocal sent
+            while True:
+                sent += 1000
+                yield target_pb2.GetTokenizerResponse(data=b"x" * 1000)
+
+        monkeypatch.setattr(TargetServicer, "GetTokenizer", endless)
+        server = Server(ServerConfig(), [SERVICE])
+        target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
+        await server.start()
+        link = WorkerLink(server.address, "target", ChannelSecurity())
+        with pytest.raises(FailedPrecondition, match="more than 3000 bytes"):
+            await link.fetch_tokenizer(TIMEOUT_S)
+        await link.close()
+        await server.grpc.stop(None)
+        assert sent < 50_000_000
 
 
 def test_pieces_keep_under_the_limit_and_lose_nothing():
