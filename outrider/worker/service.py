@@ -25,6 +25,7 @@ from outrider.errors import InvalidArgument
 from outrider.rpc.server import Server, ServerConfig
 from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
 from outrider.worker.gathering import DEFAULT_MAX_PASSES
+from outrider.worker.kv_opening import KvStoreConfig, open_store
 from outrider.worker.servicer import WorkerServicer
 from outrider.worker.worker import Tier, Worker, WorkerLimits
 
@@ -34,7 +35,7 @@ _BLOCK_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class WorkerConfig(ServerConfig):
+class WorkerConfig(KvStoreConfig, ServerConfig):
     """What both tiers can be told."""
 
     model: str = setting("demo", help="hub id, folder, .gguf file, or demo")
@@ -83,8 +84,10 @@ async def serve_worker(
     thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-engine")
     loop = asyncio.get_running_loop()
     worker, loaded = await loop.run_in_executor(thread, _build, config, tier_name, make_tier)
+    incarnation = new_nonce()
+    store = await loop.run_in_executor(thread, open_store, config, worker, loaded, incarnation)
     servicer = make_servicer(
-        worker, loaded, incarnation=new_nonce(), capabilities=capabilities(loaded)
+        worker, loaded, incarnation=incarnation, capabilities=capabilities(loaded)
     )
     add_servicer(server, servicer)
     running = loop.run_in_executor(thread, worker.run)
@@ -105,6 +108,8 @@ async def serve_worker(
     finally:
         worker.stop()
         await running
+        if store is not None:
+            await asyncio.to_thread(store.close)
 
 
 def _build(
