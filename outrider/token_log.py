@@ -30,6 +30,10 @@ class TokenLog:
         """Chained hash (outrider.types.chain_hash) of the first `length` tokens."""
         return self._hashes[length]
 
+    def block_hashes(self, block_tokens: int) -> "array.array[int]":
+        """The hashes of the prefixes of 1, 2, … blocks."""
+        return self._hashes[block_tokens::block_tokens]
+
     def append(self, token_ids: Sequence[int]) -> None:
         self.tokens.extend(token_ids)
         self._hashes.extend(self._hashes_after(len(self._hashes) - 1, token_ids))

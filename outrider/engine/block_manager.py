@@ -130,6 +130,31 @@ class BlockManager:
                     content = self._remember(block, key, self._tokens(log, index), serial)
             serial = content.serial
 
+    def places(
+        self, salt: Hashable, log: TokenLog, blocks: list[int], first: int, stop: int
+    ) -> list[tuple[int, int]]:
+        """Where blocks first … stop - 1 of a log are, of which `register` was told, up to one that
+        is gone: number, and what `holds` knows it by."""
+        found: list[tuple[int, int]] = []
+        before = max(first - 1, 0)
+        for index, block in enumerate(blocks[before:stop], before):
+            content = self._contents.get(block)
+            if content is None:  # Another sequence's, which holds the same, is registered.
+                block = self._registered.get(self._key(salt, log, index), block)
+                content = self._contents.get(block)
+                if content is None or content.tokens != self._tokens(log, index):
+                    break
+            if found and content.after != found[-1][1]:
+                break
+            found.append((block, content.serial))
+        return found[first - before :]
+
+    def holds(self, block: int, serial: int) -> bool:
+        """Whether a block has held the same all the time since `places` told of it. On any thread:
+        what was read from its memory before is then what it held."""
+        content = self._contents.get(block)
+        return content is not None and content.serial == serial
+
     def _key(self, salt: Hashable, log: TokenLog, index: int) -> _Key:
         return salt, log.prefix_hash((index + 1) * self.block_tokens)
 

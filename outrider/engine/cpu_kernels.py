@@ -41,6 +41,12 @@ def load(cache_dir: Path | None = None) -> float:
     return time.monotonic() - started
 
 
+def identity() -> str:
+    """The same where the kernels compute the same bits: equal code, compiler's flags, torch and
+    processor."""
+    return _fingerprint()
+
+
 def _is_loaded() -> bool:
     return hasattr(torch.ops.outrider_cpu, "paged_attention")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine import cuda_kernels, drawing
+from outrider.engine.block_copies import DeviceCopies
 from outrider.engine.cuda_drawing import (
     MAX_STEPS,
     DraftLoop,
@@ -447,6 +448,7 @@ class CudaRunner:
         values = torch.zeros(size, dtype=shape.dtype, device=self._device)
         in_blocks = (shape.layers, num_blocks, self.block_tokens, *size[2:])
         self._pools = keys.view(in_blocks), values.view(in_blocks)
+        self.block_copies = DeviceCopies(*self._pools, "keys and values by token, then head")
         for module in self.model.modules():
             layer = getattr(module, "layer_idx", None)
             if layer is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine import cpu_kernels
+from outrider.engine.block_copies import HostCopies
 from outrider.engine.rows import Rows
 
 _TASK_ROWS = 16
@@ -55,6 +56,7 @@ class CpuPool:
         # because places that no token fills yet are multiplied by 0, and 0 * NaN is NaN.
         self.keys = torch.zeros(*per_layer, shape.head_dim, block_tokens, dtype=shape.dtype)
         self.values = torch.zeros(*per_layer, block_tokens, shape.head_dim, dtype=shape.dtype)
+        self.copies = HostCopies(self.keys, self.values, "keys by element, values by token")
 
     def copy_blocks(self, pairs: Tokens[tuple[int, int]]) -> None:
         """Copy whole blocks, of all layers: (from, to)."""

@@ -20,6 +20,7 @@ class ModelRunner:
         self.block_tokens = block_tokens
         shape = KvShape.of(loaded.config, loaded.dtype, loaded.ranks)
         self._pool = CpuPool(shape, num_blocks, block_tokens)
+        self.block_copies = self._pool.copies
         self._pass = build_pass(loaded.model, self._pool, loaded.vocab_size)
 
     def run(self, batch: Tokens[Rows]) -> Output:

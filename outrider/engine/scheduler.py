@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from outrider.engine.block_manager import BlockManager
 from outrider.engine.rows import Draw, Drawn
@@ -47,6 +47,8 @@ class Work:
     """Tokens whose KV was there when the work started."""
     looked_up: bool = False
     """The shared prefixes have been searched for it."""
+    lacked: range | None = None
+    """Places whose KV is computed before its first results, where a store looks at that."""
     scratch: list[int] = field(default_factory=list)
     """Blocks of the draw's branches, while the work runs."""
     known: list[list[int]] = field(default_factory=list)
@@ -56,6 +58,18 @@ class Work:
     def pending(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.computed
+
+
+class PrefixStore(Protocol):
+    """Keeps KV of full blocks elsewhere and brings it back; called on the engine's thread, and
+    never waits."""
+
+    def begin(self, work: Work) -> float | None:
+        """Start to bring KV that an admitted work lacks into its blocks; until when that may take
+        (monotonic). None: it is computed."""
+
+    def offer(self, work: Work, num_blocks: int) -> None:
+        """The first blocks of the work's sequence are full and registered, some of them newly."""
 
 
 @dataclass(slots=True)
@@ -93,6 +107,11 @@ class Scheduler:
         self.max_rows = max_rows
         self.waiting: deque[Work] = deque()
         self.running: list[Work] = []
+        self.restoring: dict[Work, float] = {}
+        """Work that has its place and waits for KV from the store, until when at most."""
+        self.store: PrefixStore | None = None
+        self._stuck = False
+        """The first in the queue has no place, and none has become free since."""
         self.preemptions = 0
         self.prefix = PrefixCounts()
         self._find_idle = find_idle
@@ -100,7 +119,7 @@ class Scheduler:
     @property
     def works(self) -> list[Work]:
         """All work, running first."""
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.restoring, *self.waiting]
 
     def submit(self, work: Work) -> None:
         self.waiting.append(work)
@@ -109,12 +128,34 @@ class Scheduler:
         """Take out and return the work for which `is_dead` holds; what it computed stays KV."""
         dead = [work for work in self.works if is_dead(work)]
         for work in dead:
-            (self.running if work in self.running else self.waiting).remove(work)
+            if self.restoring.pop(work, None) is None:
+                (self.running if work in self.running else self.waiting).remove(work)
             self._trim(work)
         return dead
 
+    def patience_s(self) -> float:
+        """How long there is nothing to do unless something comes from outside."""
+        if self.running or not self.restoring or (self.waiting and not self._stuck):
+            return 0.0
+        return max(min(self.restoring.values()) - time.monotonic(), 0.0)
+
+    def restored(self, work: Work, stop: int) -> None:
+        """KV of the tokens up to `stop` of a work that waits for it is there."""
+        work.sequence.cached[work.computed :] = work.tokens[work.computed : stop]
+        work.computed = work.reused = stop
+
+    def end_restore(self, work: Work) -> None:
+        """What a work still lacks is computed."""
+        if self.restoring.pop(work, None) is not None:
+            self.running.append(work)
+            self._register(work)
+
     def next_batch(self) -> list[Chunk]:
         """The chunks of the next pass; empty when nothing can run."""
+        if self.restoring:
+            now = time.monotonic()
+            for work in [work for work, until in self.restoring.items() if until <= now]:
+                self.end_restore(work)
         self._admit()
         if not self.running:
             return []
@@ -133,6 +174,7 @@ class Scheduler:
     def go_on(self, work: Work) -> bool:
         """Keep work running that has got more tokens; False where KV is short. Then it must
         finish, and what waits gets its turn."""
+        self._register(work)
         if self.waiting or not self.blocks.extend(work.sequence.blocks, work.reserve):
             return False
         self.running.remove(work)
@@ -141,7 +183,12 @@ class Scheduler:
 
     def finish(self, work: Work) -> None:
         self.running.remove(work)
+        self._stuck = False
         self._trim(work)
+        self._register(work)
+
+    def _register(self, work: Work) -> None:
+        """Offer blocks that have become full of committed tokens."""
         sequence = work.sequence
         size = self.blocks.block_tokens
         if len(sequence.cached) // size <= sequence.offered:
@@ -150,6 +197,8 @@ class Scheduler:
         if full > sequence.offered:
             self.blocks.register(sequence.salt, sequence.log, sequence.blocks, full)
             sequence.offered = full
+            if self.store is not None:
+                self.store.offer(work, full)
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence's KV."""
@@ -161,11 +210,16 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting:
             work = self.waiting[0]
-            if not self._reserve(work):
+            self._stuck = not self._reserve(work)
+            if self._stuck:
                 return
             self.waiting.popleft()
             work.started = time.monotonic()
-            self.running.append(work)
+            until = self.store.begin(work) if self.store is not None else None
+            if until is None:
+                self.running.append(work)
+            else:
+                self.restoring[work] = until
 
     def _reserve(self, work: Work) -> bool:
         """Take KV for the worst case, from idle sequences or from later work in the queue.

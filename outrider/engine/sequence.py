@@ -8,6 +8,7 @@ prefix that it shares with the tokens the work stands on, which is all that roll
 import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.engine.kept import Kept
 from outrider.token_log import TokenLog
@@ -28,6 +29,8 @@ class Sequence:
     """Blocks at the start that others may share."""
     kept: Kept | None = None
     """Branches of the last work, one of which the next may go on with."""
+    in_store: Any = None
+    """What a store of prefixes remembers about it."""
     last_used: float = field(default_factory=time.monotonic)
 
     def usable_kv(self, tokens: Tokens[int], num_logits: int) -> int:

@@ -31,6 +31,7 @@ from outrider.telemetry.service import Telemetry
 from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
 from outrider.worker.crew import Crew
 from outrider.worker.gathering import DEFAULT_MAX_PASSES
+from outrider.worker.kv_opening import KvStoreConfig, open_store
 from outrider.worker.metrics import watch_worker
 from outrider.worker.ranks import (
     GroupConfig,
@@ -50,7 +51,7 @@ _BLOCK_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class WorkerConfig(GroupConfig, ServerConfig):
+class WorkerConfig(KvStoreConfig, GroupConfig, ServerConfig):
     """What both tiers can be told."""
 
     model: str = setting("demo", help="hub id, folder, .gguf file, or demo")
@@ -119,8 +120,12 @@ async def serve_worker(
         watch_worker(telemetry.metrics, worker, tier=tier_name, model=loaded.name)
     if telemetry.spans is not None:
         worker.traces = WorkTraces(telemetry.spans, tier=tier_name, model=loaded.name)
+    incarnation = new_nonce()
+    store = await crew.unless_lost(
+        loop.run_in_executor(thread, open_store, config, worker, loaded, incarnation)
+    )
     servicer = make_servicer(
-        worker, loaded, incarnation=new_nonce(), capabilities=capabilities(loaded)
+        worker, loaded, incarnation=incarnation, capabilities=capabilities(loaded)
     )
     add_servicer(server, servicer)
     running = loop.run_in_executor(thread, worker.run)
@@ -150,6 +155,8 @@ async def serve_worker(
         worker.stop()
         await crew.unless_lost(running)
         await crew.end(thread)
+        if store is not None:
+            await asyncio.to_thread(store.close)
 
 
 def _build(

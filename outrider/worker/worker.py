@@ -235,6 +235,11 @@ class Worker:
         return len(self._engine.scheduler.waiting)
 
     @property
+    def engine(self) -> Engine:
+        """For who works with it on the worker's thread, or before that runs."""
+        return self._engine
+
+    @property
     def block_tokens(self) -> int:
         return self._engine.blocks.block_tokens
 
@@ -280,7 +285,7 @@ class Worker:
     def _patience_s(self) -> float:
         """How long to wait for entries."""
         if self._engine.scheduler.works:
-            return 0.0
+            return min(self._engine.scheduler.patience_s(), _IDLE_CHECK_S)
         return _LET_GO_S if self._engine.can_prepare else _IDLE_CHECK_S
 
     def _gather(self) -> bool:

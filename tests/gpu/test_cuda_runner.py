@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,23 @@ def test_captured_draws_equal_those_of_passes_one_by_one(runner, max_steps):
             assert torch.equal(logits, slow.logits)
         steps += sum(len(drawn.token_ids) for drawn in fast.drawn if drawn)
     assert steps > 1000
+
+
+def test_blocks_that_go_by_the_host_are_the_same_blocks(runner):
+    """Read beside the passes' stream, written in order with it."""
+    copies = runner.block_copies
+    tokens = [i % VOCABULARY for i in range(96)]
+    first, second = list(range(4)), list(range(8, 12))
+    runner.forward([Rows(tokens, 0, first, 1)])
+    torch.cuda.synchronize()
+    for source, target in zip(first[:3], second[:3], strict=True):
+        data, again = (np.zeros(copies.block_bytes, np.uint8) for _ in range(2))
+        copies.read(source, data)
+        copies.write(target, copies.stage(data))
+        copies.read(target, again)  # Without waiting for anything.
+        assert data.any() and np.array_equal(data, again)
+    expected = runner.forward([Rows([5], 96, first, 1)]).clone()
+    assert torch.equal(runner.forward([Rows([5], 96, second, 1)]), expected)
 
 
 def test_another_seed_draws_other_tokens(runner):

@@ -37,7 +37,7 @@ async def read(client, number):
         print("chunk", flush=True)
 
 async def main():
-    client = await OutriderClient.connect(address=sys.argv[1])
+    client = await OutriderClient.connect(address=sys.argv[1], resume=None)
     await asyncio.gather(*(read(client, number) for number in range(4)))
 
 asyncio.run(main())

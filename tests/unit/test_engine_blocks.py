@@ -216,3 +216,51 @@ def test_longest_common_prefix_equals_a_naive_one():
             common += 1
         usable = Sequence(cached=cached).usable_kv(tokens, logits)
         assert usable == min(common, len(tokens) - logits)
+
+
+def places(manager, tokens, blocks, first=0, salt="a"):
+    log = TokenLog(tokens)
+    return manager.places(salt, log, blocks, first, len(tokens) // manager.block_tokens)
+
+
+def test_places_are_those_of_registered_blocks_and_hold_until_they_are_given_away():
+    manager = BlockManager(4, 4)
+    tokens = list(range(12))
+    blocks = holding(manager, tokens)
+    told = places(manager, tokens, blocks)
+    assert [block for block, _ in told] == blocks
+    assert places(manager, tokens, blocks, first=2) == told[2:]
+    assert all(manager.holds(*place) for place in told)
+    manager.truncate(blocks, 0)
+    assert all(manager.holds(*place) for place in told)  # Nobody's, and as they were.
+    other = holding(manager, [9] * 8)  # Takes the free one, and one that was kept.
+    assert [manager.holds(*place) for place in told] == [True, True, False]
+    assert not any(manager.holds(block, 0) for block in other)
+
+
+def test_places_of_blocks_that_others_registered_are_theirs():
+    manager = BlockManager(8, 4)
+    tokens = list(range(12))
+    first = holding(manager, tokens)
+    second = holding(manager, tokens)
+    assert [block for block, _ in places(manager, tokens, second)] == first
+    assert places(manager, tokens, second, first=1) == places(manager, tokens, first)[1:]
+
+
+def test_there_is_no_place_for_a_block_whose_hash_belongs_to_other_tokens(monkeypatch):
+    monkeypatch.setattr(TokenLog, "prefix_hash", lambda log, length: length)
+    manager = BlockManager(8, 4)
+    holding(manager, [1] * 8)
+    other = holding(manager, [1, 1, 1, 1, 2, 2, 2, 2])
+    assert len(places(manager, [1, 1, 1, 1, 2, 2, 2, 2], other)) == 1
+
+
+def test_a_block_that_is_written_again_no_longer_holds():
+    manager = BlockManager(4, 4)
+    tokens = list(range(8))
+    blocks = holding(manager, tokens)
+    told = places(manager, tokens, blocks)
+    assert manager.own(blocks, 5) == 5
+    assert [manager.holds(*place) for place in told] == [True, False]
+    manager.register("a", TokenLog(tokens), blocks, 2)
+    assert [manager.holds(*place) for place in told] == [True, False]

@@ -1,0 +1,157 @@
+"""Connections to the store: deadlines, and errors that tell no secrets.
+
+Redis errors are left as they are (`STORE_ERRORS`); `explain` makes of one what may be logged.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import redis.exceptions as redis_errors
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from outrider.errors import InvalidArgument
+
+RIGHTS = (
+    "+ping +info +get +mget +set +exists +pexpire +unlink +scan "
+    "+zadd +zremrangebyrank +zrangebyscore"
+)
+"""All that an ACL user needs, on keys ~outrider:kv:* (and +select for a database other than 0)."""
+
+STORE_ERRORS = (redis_errors.RedisError, OSError)
+_SCHEMES = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where the store is, and how to get in. `timeout_s` bounds each step of an operation."""
+
+    url: str
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    timeout_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            valid = parts.scheme in _SCHEMES and (parts.port is None or parts.port > 0)
+        except ValueError:
+            valid = False
+        if not valid:
+            raise InvalidArgument(
+                "allowed are redis://, rediss:// (TLS) and unix://, as in "
+                "redis://user:password@host:6379/0; percent-encode special characters of the "
+                "password",
+                field="kv_store_url",
+            )
+        for name, path in self._files.items():
+            if not self.url.startswith("rediss://"):
+                raise InvalidArgument("needs a rediss:// URL", field=name)
+            if not Path(path).is_file():
+                raise InvalidArgument(f"{path} is not a file", field=name)
+        if not 0.01 <= self.timeout_s <= 60:
+            raise InvalidArgument(
+                f"is {self.timeout_s} s; allowed are 0.01 to 60", field="kv_store_timeout_s"
+            )
+
+    def __repr__(self) -> str:
+        return f"StoreAddress({self.name})"
+
+    @property
+    def name(self) -> str:
+        """The URL without credentials."""
+        parts = urlsplit(self.url)
+        if parts.scheme == "unix":
+            return f"unix://{parts.path}"
+        host = parts.hostname or "localhost"
+        host = f"[{host}]" if ":" in host else host
+        return f"{parts.scheme}://{host}:{parts.port or 6379}{parts.path}"
+
+    @property
+    def _files(self) -> dict[str, str]:
+        files = {
+            "kv_store_ca": self.ca_file,
+            "kv_store_cert": self.cert_file,
+            "kv_store_key": self.key_file,
+        }
+        return {name: path for name, path in files.items() if path}
+
+    def connect(self) -> Redis:
+        """A client for one thread; it connects when it is first used, and again after a loss."""
+        with _readable_url():
+            return Redis.from_url(self.url, retry=Retry(NoBackoff(), 0), **self._options)
+
+    def connect_async(self) -> AsyncRedis:
+        """A client for an event loop."""
+        with _readable_url():
+            retry = AsyncRetry(NoBackoff(), 0)
+            client: AsyncRedis = AsyncRedis.from_url(self.url, retry=retry, **self._options)
+            return client
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = {
+            "kv_store_ca": "ssl_ca_certs",
+            "kv_store_cert": "ssl_certfile",
+            "kv_store_key": "ssl_keyfile",
+        }
+        return {
+            "protocol": 2,
+            "socket_timeout": self.timeout_s,
+            "socket_connect_timeout": self.timeout_s,
+            **{names[name]: path for name, path in self._files.items()},
+        }
+
+    def explain(self, error: Exception) -> str:
+        """What went wrong, for people, without credentials."""
+        detail = str(error) or type(error).__name__
+        for secret in self._secrets:
+            detail = detail.replace(secret, "***")
+        if isinstance(error, redis_errors.NoPermissionError):
+            return (
+                f"{self.name} denies its user something ({detail}); grant {RIGHTS} on "
+                "~outrider:kv:*"
+            )
+        if is_refusal(error):
+            return f"{self.name} refuses the credentials; check user and password of its URL"
+        if isinstance(error, redis_errors.MovedError | redis_errors.ClusterCrossSlotError):
+            return f"{self.name} is a node of a Redis Cluster, which KV blocks do not support"
+        return f"{self.name}: {detail}"
+
+    @property
+    def _secrets(self) -> list[str]:
+        parts = urlsplit(self.url)
+        found = [parts.password or "", *parse_qs(parts.query).get("password", ())]
+        spellings = {spelling for word in found if word for spelling in (word, unquote(word))}
+        return sorted(spellings, key=len, reverse=True)
+
+
+@contextlib.contextmanager
+def _readable_url() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError):  # Their text may quote the URL.
+        raise InvalidArgument("cannot be read", field="kv_store_url") from None
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the store does not want this user: that will not pass by itself."""
+    return isinstance(
+        error,
+        redis_errors.AuthenticationError
+        | redis_errors.AuthorizationError
+        | redis_errors.NoPermissionError,
+    )
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the store takes nothing more for now, and may well be read."""
+    return isinstance(error, redis_errors.OutOfMemoryError)

@@ -1,0 +1,47 @@
+"""Where the KV store is: what may be said of it, and what of its errors."""
+
+import pytest
+from redis import exceptions
+
+from outrider.kv_store.connection import StoreAddress, is_full, is_refusal
+
+SECRET = "p%40ss-word"
+ADDRESS = StoreAddress(f"redis://kv:{SECRET}@store.example:6380/2")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        (ADDRESS.url, "redis://store.example:6380/2"),
+        ("redis://h", "redis://h:6379"),
+        ("rediss://:pw@[::1]:1/0", "rediss://[::1]:1/0"),
+        ("unix://:pw@/run/kv.sock?db=1", "unix:///run/kv.sock"),
+    ],
+)
+def test_its_name_is_the_url_without_credentials(url, name):
+    assert StoreAddress(url).name == name
+    assert name in repr(StoreAddress(url)) and "pw@" not in repr(StoreAddress(url))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (exceptions.AuthenticationError("WRONGPASS p@ss-word"), "refuses the credentials"),
+        (exceptions.NoPermissionError("no 'set' for p@ss-word"), "grant .*pexpire"),
+        (exceptions.MovedError("1 h:1"), "Cluster"),
+        (exceptions.ConnectionError(f"cannot reach kv:{SECRET}@store.example"), "cannot reach"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_errors_say_what_to_do_and_no_secret(error, said):
+    text = ADDRESS.explain(error)
+    assert said.split(" .*")[0] in text and said.rsplit(".*")[-1] in text
+    assert SECRET not in text and "p@ss-word" not in text
+
+
+def test_what_passes_by_itself_and_what_does_not():
+    assert is_refusal(exceptions.AuthenticationError()) and is_refusal(
+        exceptions.NoPermissionError()
+    )
+    assert not is_refusal(exceptions.ConnectionError()) and not is_refusal(TimeoutError())
+    assert is_full(exceptions.OutOfMemoryError()) and not is_full(exceptions.ReadOnlyError())
