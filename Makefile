@@ -22,7 +22,7 @@ IMAGE_TAG   ?= $(VERSION)
 # Where `make audit` asks for vulnerabilities: pypi or osv.
 AUDIT_SERVICE ?= pypi
 
-.PHONY: setup demo test exactness check check-chart audit chart golden proto bench \
+.PHONY: setup demo test test-slow exactness check check-chart audit chart golden proto bench \
   lock images image-orchestrator image-draft image-target images-test clean
 
 setup: $(VENV)/.installed  ## make .venv with everything in it
@@ -42,6 +42,9 @@ demo: setup  ## start four processes, ask SmolLM2 a question, stop them
 
 test: setup  ## all tests but the long ones
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-slow: setup  ## groups of ranks, workers that come and go, stores that go away: minutes
+	$(BIN)/pytest --numprocesses 2 --dist loadfile -m slow
 
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
 	$(BIN)/pytest -m exactness tests/e2e

@@ -17,7 +17,11 @@ from outrider.client import collect
 from outrider.types import TokenSource, VerificationMode
 from scripted_workers import Parts, Rig, total
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+]
 
 PROMPTS = [f"{number}: say on" for number in range(6)]
 IDLE_WIDTH = 1 << 15

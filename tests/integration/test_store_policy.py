@@ -18,7 +18,11 @@ from outrider.types import Durability
 from scripted_workers import Parts, Rig, Stream, until
 from store_servers import Server, running_server
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+]
 
 LONG: dict[str, Any] = {
     "max_tokens": 300,

@@ -28,7 +28,11 @@ from outrider.types import Priority
 from outrider.v1 import draft_pb2_grpc, target_pb2_grpc, worker_pb2
 from scripted_workers import Parts, Rig, Stream, total, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+]
 
 COUPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "ignore_eos": True}
 
@@ -178,7 +182,10 @@ async def test_a_session_asks_another_draft_in_mid_stream(
             await until(as_wanted, f"the other draft is asked: {is_asked}")
         more.name("drafts", more.draft, ready=False)
         await asyncio.sleep(0.1)
-        assert await more.running("draft") > 0, "sessions stay with one that is merely not ready"
+        asked = await more.running("draft")
+        assert asked or all(s._task.done() for s in streams), (
+            "one that is merely not ready keeps them"
+        )
         assert not all(stream._task.done() for stream in streams)
         done = [await stream.end() for stream in streams]
         assert tokens_of(done) == tokens_of(expected)

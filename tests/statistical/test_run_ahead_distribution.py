@@ -9,6 +9,8 @@ import pytest
 from run_ahead import Wrong, build_blind, simulate_ahead
 from simulation import Models, joint_p_value
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 24_000
 LENGTHS = (3, 8, 1, 0, 2, 7, 0, 5)
 PASS, FAIL = 1e-4, 1e-6

@@ -29,6 +29,8 @@ from outrider.worker.worker import Worker
 from services.draft.drafter import Drafter
 from services.target.verifier import Verifier
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 PROMPT = random_tokens(23, seed=5)
 BLOCK = 32
