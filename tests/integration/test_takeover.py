@@ -21,7 +21,11 @@ from outrider.types import FinishReason, VerificationMode, chain_hash
 from outrider.v1 import generation_pb2
 from scripted_workers import Parts, Rig, Stream
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+]
 
 LONG: dict[str, Any] = {"max_tokens": 240, "ignore_eos": True, "seed": 11, "logprobs": 2}
 COUPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
