@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import redis.exceptions as redis_errors
 from redis import Redis
@@ -18,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from outrider.errors import InvalidArgument
+from outrider.redis_url import parse_redis_url, url_error
 
 RIGHTS = (
     "+ping +info +get +mget +set +exists +pexpire +unlink +scan "
@@ -26,7 +26,6 @@ RIGHTS = (
 """All that an ACL user needs, on keys ~outrider:kv:* (and +select for a database other than 0)."""
 
 STORE_ERRORS = (redis_errors.RedisError, OSError)
-_SCHEMES = ("redis", "rediss", "unix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,7 @@ class StoreAddress:
     timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            valid = parts.scheme in _SCHEMES and (parts.port is None or parts.port > 0)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise InvalidArgument(
-                "allowed are redis://, rediss:// (TLS) and unix://, as in "
-                "redis://user:password@host:6379/0; percent-encode special characters of the "
-                "password",
-                field="kv_store_url",
-            )
+        parse_redis_url(self.url, field="kv_store_url")
         for name, path in self._files.items():
             if not self.url.startswith("rediss://"):
                 raise InvalidArgument("needs a rediss:// URL", field=name)
@@ -68,12 +56,7 @@ class StoreAddress:
     @property
     def name(self) -> str:
         """The URL without credentials."""
-        parts = urlsplit(self.url)
-        if parts.scheme == "unix":
-            return f"unix://{parts.path}"
-        host = parts.hostname or "localhost"
-        host = f"[{host}]" if ":" in host else host
-        return f"{parts.scheme}://{host}:{parts.port or 6379}{parts.path}"
+        return parse_redis_url(self.url, field="kv_store_url")[0]
 
     @property
     def _files(self) -> dict[str, str]:
@@ -113,7 +96,8 @@ class StoreAddress:
     def explain(self, error: Exception) -> str:
         """What went wrong, for people, without credentials."""
         detail = str(error) or type(error).__name__
-        for secret in self._secrets:
+        _, secrets = parse_redis_url(self.url, field="kv_store_url")
+        for secret in secrets:
             detail = detail.replace(secret, "***")
         if isinstance(error, redis_errors.NoPermissionError):
             return (
@@ -126,20 +110,13 @@ class StoreAddress:
             return f"{self.name} is a node of a Redis Cluster, which KV blocks do not support"
         return f"{self.name}: {detail}"
 
-    @property
-    def _secrets(self) -> list[str]:
-        parts = urlsplit(self.url)
-        found = [parts.password or "", *parse_qs(parts.query).get("password", ())]
-        spellings = {spelling for word in found if word for spelling in (word, unquote(word))}
-        return sorted(spellings, key=len, reverse=True)
-
 
 @contextlib.contextmanager
 def _readable_url() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError):  # Their text may quote the URL.
-        raise InvalidArgument("cannot be read", field="kv_store_url") from None
+        raise url_error("cannot be read", field="kv_store_url") from None
 
 
 def is_refusal(error: Exception) -> bool:

@@ -321,7 +321,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
     admission = Admission(config.admission_limits, Callers.parse(config.caller_limits), seating)
     registry.listen(admission.dispatch)
     seating.on_free(admission.dispatch)
-    board = Board(store.running(SCRIPT), registry, owner, admission.num_waiting)
+    board = Board(store.sibling(SCRIPT), registry, owner, admission.num_waiting)
     try:
         await registry.connect(
             target_timeout_s=config.start_timeout_s, draft_timeout_s=config.draft_start_timeout_s

@@ -116,9 +116,9 @@ class SessionStore:
         """The URL without credentials."""
         return self._client.address
 
-    def running(self, script: str) -> ScriptClient:
+    def sibling(self, script: str) -> ScriptClient:
         """The store's connections for another script, until `close`."""
-        return self._client.running(script)
+        return self._client.sibling(script)
 
     async def close(self) -> None:
         await self._client.close()

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import redis.exceptions as redis_errors
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -25,6 +24,7 @@ from outrider.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from outrider.redis_url import parse_redis_url, url_error
 from services.orchestrator.store_tls import RenewedSslConnection
 
 MAX_CONNECTIONS = 64
@@ -35,7 +35,6 @@ RIGHTS = (
 )
 """All that an ACL user needs, on keys ~outrider:* (and +select for a database other than 0)."""
 
-_SCHEMES = ("redis", "rediss", "unix")
 _NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNKILLABLE")
 
 
@@ -71,7 +70,7 @@ class ScriptClient:
         cert_file: str | None = None,
         key_file: str | None = None,
     ) -> "ScriptClient":
-        address, secrets = parse_url(url)
+        address, secrets = parse_redis_url(url, field="redis_url")
         password = _password_from(password_file, secrets)
         tls = {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
         tls = {name: path for name, path in tls.items() if path}
@@ -95,7 +94,7 @@ class ScriptClient:
             )
         except (ValueError, TypeError):
             # Their text may quote the URL.
-            raise InvalidArgument(_url_help("cannot be read"), field="redis_url") from None
+            raise url_error("cannot be read", field="redis_url") from None
         if url.startswith("rediss://"):
             pool.connection_class = RenewedSslConnection
         client = cls(
@@ -113,6 +112,7 @@ class ScriptClient:
         return client
 
     def sibling(self, script: str) -> "ScriptClient":
+        """The same connections for another script; whoever made this one closes them."""
         return ScriptClient(
             self._redis,
             script,
@@ -123,16 +123,6 @@ class ScriptClient:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address})"
-
-    def running(self, script: str) -> "ScriptClient":
-        """The same connections for another script; whoever made this one closes them."""
-        return ScriptClient(
-            self._redis,
-            script,
-            address=self.address,
-            secrets=self._secrets,
-            timeout_s=self._timeout_s,
-        )
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -222,30 +212,3 @@ def _password_from(path: str | None, in_url: tuple[str, ...]) -> str:
     if not password:
         raise InvalidArgument(f"{path} is empty", field=field)
     return password
-
-
-def parse_url(url: str) -> tuple[str, tuple[str, ...]]:
-    """The URL without credentials, and the credentials in every spelling they have in it."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-    except ValueError:
-        raise InvalidArgument(_url_help("cannot be read"), field="redis_url") from None
-    if parts.scheme not in _SCHEMES:
-        raise InvalidArgument(_url_help("has another scheme"), field="redis_url")
-    if ":" in host:
-        host = f"[{host}]"
-    if parts.scheme != "unix":
-        host = f"{host or 'localhost'}:{port or 6379}"
-    query = parse_qs(parts.query)
-    found = [parts.password or "", *query.get("password", ())]
-    secrets = {spelling for word in found if word for spelling in (word, unquote(word))}
-    address = f"{parts.scheme}://{host if parts.scheme != 'unix' else ''}{parts.path}"
-    return address, tuple(sorted(secrets, key=len, reverse=True))
-
-
-def _url_help(fault: str) -> str:
-    return (
-        f"the Redis URL {fault}; allowed are redis://, rediss:// (TLS) and unix://, as in "
-        "redis://user:password@host:6379/0; percent-encode special characters of the password"
-    )

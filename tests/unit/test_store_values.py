@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.errors import FailedPrecondition, InvalidArgument
+from outrider.redis_url import parse_redis_url
 from outrider.types import Durability, FinishReason, SamplingParams, VerificationMode
-from services.orchestrator.store_client import parse_url
 from services.orchestrator.store_values import (
     GenerationRecord,
     Outcome,
@@ -126,20 +126,27 @@ def test_tokens_are_four_bytes_little_endian() -> None:
     ],
 )
 def test_address_has_no_credentials(url: str, address: str) -> None:
-    found, secrets = parse_url(url)
+    found, secrets = parse_redis_url(url, field="redis_url")
     assert found == address
     assert secrets == (("hunter2",) if "hunter2" in url else ())
 
 
 def test_secret_is_known_in_both_spellings() -> None:
-    assert set(parse_url("redis://u:a%2Fb@h")[1]) == {"a%2Fb", "a/b"}
+    assert set(parse_redis_url("redis://u:a%2Fb@h", field="redis_url")[1]) == {"a%2Fb", "a/b"}
 
 
 @pytest.mark.parametrize(
-    "url", ["http://u:hunter2@h", "redis://u:hunter2/x@h:1", "redis://u:hunter2@h:port", "hunter2"]
+    "url",
+    [
+        "http://u:hunter2@h",
+        "redis://u:hunter2/x@h:1",
+        "redis://u:hunter2@h:port",
+        "redis://u:hunter2@h:0",
+        "hunter2",
+    ],
 )
 def test_bad_url_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        parse_url(url)
+        parse_redis_url(url, field="redis_url")
     assert "hunter2" not in str(refused.value) and "redis://" in str(refused.value)
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
