@@ -170,28 +170,19 @@ async def caller(
 ) -> Completion:
     """`--waves` requests in a row; the last answer."""
     for wave in range(args.waves):
-        done = await answer(client, number + 100_000 * wave, variant, temperature, args)
+        seed = number + 100_000 * wave
+        prompt = random.Random(seed).choices(range(VOCABULARY), k=PROMPT_TOKENS)
+        options = GenerationOptions(
+            max_tokens=args.max_tokens,
+            ignore_eos=True,
+            temperature=temperature,
+            seed=seed,
+            num_speculative_tokens=variant.k,
+            fan_out=variant.fan_out,
+            alternatives=variant.alternatives,
+        )
+        done = await client.complete(prompt, options)
     return done
-
-
-async def answer(
-    client: OutriderClient,
-    number: int,
-    variant: Variant,
-    temperature: float,
-    args: argparse.Namespace,
-) -> Completion:
-    prompt = random.Random(number).choices(range(VOCABULARY), k=PROMPT_TOKENS)
-    options = GenerationOptions(
-        max_tokens=args.max_tokens,
-        ignore_eos=True,
-        temperature=temperature,
-        seed=number,
-        num_speculative_tokens=variant.k,
-        fan_out=variant.fan_out,
-        alternatives=variant.alternatives,
-    )
-    return await client.complete(prompt, options)
 
 
 def parse() -> argparse.Namespace:

@@ -232,7 +232,9 @@ class CudaRunner:
                 "captured a graph",
                 extra={"rows": bucket.rows, "seconds": round(time.monotonic() - started, 1)},
             )
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
+        logger.info("compiled and captured", extra={"seconds": round(seconds, 1)})
+        return seconds
 
     @torch.inference_mode()
     def run(self, batch: Tokens[Rows]) -> Output:

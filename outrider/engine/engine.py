@@ -119,11 +119,15 @@ class Engine:
         for sequence, kept, under_way in items:
             if sequence.kept is not kept:
                 continue  # Dropped meanwhile.
-            rows = list(kept.last_rows(sequence.blocks, self.blocks.block_tokens))
             try:
-                kept.complete(under_way() if under_way else self.runner.run(rows).drawn)
+                kept.complete(under_way() if under_way else self._after(sequence, kept))
             except Exception:
                 logger.exception("branches could not be completed")
+
+    def _after(self, sequence: Sequence, kept: Kept) -> list[Drawn | None]:
+        """What may follow the last token of each branch, by a pass over these."""
+        rows = kept.last_rows(sequence.blocks, self.blocks.block_tokens)
+        return self.runner.run(list(rows)).drawn
 
     def _rounds_ahead(self, batch: list[Chunk]) -> int:
         """Rounds of the whole batch that can run without the host; KV for them is reserved."""
@@ -201,7 +205,7 @@ class Engine:
                     token_ids=work.tokens[work.computed : stop],
                     start=work.computed,
                     blocks=work.sequence.blocks,
-                    num_logits=work.num_logits if chunk.completes and not work.known else 0,
+                    num_logits=work.logits_rows if chunk.completes else 0,
                     draw=work.draw if chunk.completes else None,
                     scratch=work.scratch,
                     parents=work.parents if chunk.completes else (),
@@ -223,9 +227,8 @@ class Engine:
                 # Side nodes of a tree lie at places that are not their positions.
                 side_nodes = len(work.parents) - trees.spine_length(work.parents)
                 del work.sequence.cached[stop - side_nodes :]
-                num_logits = 0 if work.known else work.num_logits
-                ready.append((work, output.logits[row : row + num_logits]))
-                row += num_logits
+                ready.append((work, output.logits[row : row + work.logits_rows]))
+                row += work.logits_rows
                 work.drawn = drawn
                 self._keep(work, output)
                 if work.draw and drawn and work.draw.steps > 1 and not work.draw.branches:

@@ -59,6 +59,11 @@ class Work:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.computed
 
+    @property
+    def logits_rows(self) -> int:
+        """Rows of logits that its last chunk brings."""
+        return 0 if self.known else self.num_logits
+
 
 class PrefixStore(Protocol):
     """Keeps KV of full blocks elsewhere and brings it back; called on the engine's thread, and

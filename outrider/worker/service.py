@@ -239,8 +239,7 @@ def _make_runner(loaded: LoadedModel, limits: WorkerLimits) -> Runner:
             max_rows=limits.max_rows,
             max_context=limits.context_length,
         )
-        seconds = cuda_runner.warm_up()
-        logger.info("compiled and captured", extra={"seconds": round(seconds, 1)})
+        cuda_runner.warm_up()
         return cuda_runner
     runner = ModelRunner(loaded, num_blocks=limits.num_blocks, block_tokens=_BLOCK_TOKENS)
     _warm_up(runner, loaded)
@@ -272,8 +271,7 @@ def make_shard(loaded: LoadedModel, limits: WorkerLimits, group: Group) -> Shard
             max_rows=limits.max_rows,
             max_context=limits.context_length,
         )
-        seconds = shard.warm_up()
-        logger.info("compiled and captured", extra={"seconds": round(seconds, 1)})
+        shard.warm_up()
     else:
         shard = ShardRunner(loaded, group, num_blocks=limits.num_blocks, block_tokens=_BLOCK_TOKENS)
         _warm_up(shard, loaded)

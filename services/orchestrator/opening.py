@@ -41,18 +41,6 @@ from services.orchestrator.takeover import EndedGeneration, Taken, Told
 NOTHING_TOLD = Told()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Who calls, until when (times on the monotonic clock), and who watches."""
-
-    tenant: str
-    arrived: float
-    deadline: float
-    watch: RequestWatch
-    seats: "Seats | None" = None
-    """Where it sits; the opener's."""
-
-
 class Seats:
     """The seat of one call: waited for once, given back when `stack` ends."""
 
@@ -99,6 +87,17 @@ class Seats:
         return self._seat
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who calls, until when (times on the monotonic clock), who watches, and where it sits."""
+
+    tenant: str
+    arrived: float
+    deadline: float
+    watch: RequestWatch
+    seats: Seats
+
+
 class Opener:
     """Makes the generations of one orchestrator, which `owner` names in the store."""
 
@@ -120,18 +119,17 @@ class Opener:
         self._max_sessions = max_sessions
 
     async def start(
-        self, request: generation_pb2.GenerateRequest, call: Call, seats: Seats
+        self, request: generation_pb2.GenerateRequest, call: Call
     ) -> Generation | EndedGeneration:
         """Check the request, own its session, wait for a seat, and make its generation."""
-        seats.check()
-        call = replace(call, seats=seats)
+        call.seats.check()
         if request.session_id:
             return await self._continue(request, call)
         model = self._registry.model(request.model)
         session_id = session_id_for(call.tenant, request.idempotency_key)
         log = TokenLog()
         plan = await self._plan(request, session_id, model, log)
-        await seats.take(plan, model, log)
+        await call.seats.take(plan, model, log)
         try:
             fence = await self._create(plan, model, call.tenant)
         except AlreadyRunning:
@@ -139,10 +137,9 @@ class Opener:
         return await self._generation(plan, model, fence, log, call)
 
     async def resume(
-        self, request: generation_pb2.ResumeRequest, call: Call, seats: Seats
+        self, request: generation_pb2.ResumeRequest, call: Call
     ) -> Generation | EndedGeneration:
         """Go on at the client's offset."""
-        call = replace(call, seats=seats)
         told = Told(
             request.offset,
             request.text_chars,
@@ -240,8 +237,7 @@ class Opener:
             if session.time_left_s <= 0:
                 raise DeadlineExceeded("the time of the request that is resumed is over")
             log = TokenLog(session.token_ids)
-            if call.seats is not None:
-                await call.seats.take(plan, model, log, been_at=taken.totals.target)
+            await call.seats.take(plan, model, log, been_at=taken.totals.target)
         except OutriderError:
             # Nobody here can go on with it; perhaps somebody elsewhere can.
             if session.running is not None:
@@ -277,7 +273,6 @@ class Opener:
         call: Call,
         taken: Taken | None = None,
     ) -> Generation:
-        assert call.seats is not None
         seat = await call.seats.take(plan, model, log)
         generation = Generation(
             plan,

@@ -81,18 +81,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> "Responses":
         with self._watch.request(request, context) as watch:
             try:
-                call = self._call(context, watch)
                 check_ids(request)
                 if not request.request_id:
                     request.request_id = new_session_id()
                 async with contextlib.AsyncExitStack() as stack:
+                    call = self._call(context, watch, priority_from_proto(request.priority), stack)
                     place = stack.enter_context(
                         self._running.admitted(
                             call.tenant, request.request_id, idempotency_key=request.idempotency_key
                         )
                     )
-                    seats = self._seats(call, priority_from_proto(request.priority), stack)
-                    generation = await self._opener.start(request, call, seats)
+                    generation = await self._opener.start(request, call)
                     async with contextlib.aclosing(_stream(generation, place)) as responses:
                         async for response in responses:
                             yield response
@@ -108,16 +107,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         with self._watch.request(resumed, context) as watch:
             try:
-                call = self._call(context, watch)
                 if not request.request_id:
                     raise InvalidArgument("is empty", field="request_id")
                 async with contextlib.AsyncExitStack() as stack:
+                    # It has waited for its turn before.
+                    call = self._call(context, watch, Priority.HIGH, stack)
                     place = stack.enter_context(
                         self._running.admitted(call.tenant, request.request_id, resumes=True)
                     )
-                    # It has waited for its turn before.
-                    seats = self._seats(call, Priority.HIGH, stack)
-                    generation = await self._opener.resume(request, call, seats)
+                    generation = await self._opener.resume(request, call)
                     async with contextlib.aclosing(_stream(generation, place)) as responses:
                         async for response in responses:
                             yield response
@@ -196,21 +194,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission.close()
         await self._running.drain(timeout_s)
 
-    def _call(self, context: "StreamContext", watch: RequestWatch) -> Call:
-        arrived = time.monotonic()
+    def _call(
+        self,
+        context: "StreamContext",
+        watch: RequestWatch,
+        priority: Priority,
+        stack: contextlib.AsyncExitStack,
+    ) -> Call:
+        """Who calls; its seat is given back with the stack."""
+        arrived, tenant = time.monotonic(), current_caller().tenant
         remaining, limit = context.time_remaining(), self._config.max_request_s
-        left_s = limit if remaining is None else min(float(remaining), limit)
-        return Call(current_caller().tenant, arrived, arrived + left_s, watch)
-
-    def _seats(self, call: Call, priority: Priority, stack: contextlib.AsyncExitStack) -> Seats:
-        return Seats(
+        deadline = arrived + (limit if remaining is None else min(float(remaining), limit))
+        seats = Seats(
             self._admission,
             self._seating,
             stack,
-            tenant=call.tenant,
+            tenant=tenant,
             priority=priority,
-            deadline=call.deadline,
+            deadline=deadline,
         )
+        return Call(tenant, arrived, deadline, watch, seats)
 
     def _model_to_proto(self, model: ServedModel) -> generation_pb2.Model:
         return generation_pb2.Model(

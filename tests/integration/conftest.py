@@ -5,7 +5,7 @@ that kill something start their own part with `parts` and put an orchestrator of
 before the shared rest: an orchestrator has no torch and is there in a second.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from outrider.cli.stack import LocalStack, StackConfig
 from outrider.client import OutriderClient
 from scripted_workers import LINGER_S, Ask, Guessing, Parts, Rig, Say, ScriptedDraft, Truth
+from store_servers import KINDS, Server, binary, running_server
 from tiny import make_model
 
 
@@ -132,3 +133,14 @@ async def guessing(
         ) as rig:
             rig.drafts = ()  # `held` asks real workers only
             yield Guessing(rig, draft, Truth())
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A store of each kind that is here, for a module; modules that break theirs have their own."""
+    if binary(request.param) is None:
+        pytest.skip("Debian's redis-server is not installed (apt-get install redis-server)")
+    with running_server(request.param, tmp_path_factory.mktemp("redis")) as running:
+        yield running

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -20,27 +20,14 @@ from outrider.types import Fence, FinishReason, chain_hash, new_session_id
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_values import Outcome
 from store_servers import (
-    KINDS,
     Server,
     begin,
-    binary,
     commit,
     create,
     log_of,
     open_store,
     record,
-    running_server,
 )
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    if binary(request.param) is None:
-        pytest.skip("Debian's redis-server is not installed (apt-get install redis-server)")
-    with running_server(request.param, tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @pytest.fixture

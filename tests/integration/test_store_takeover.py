@@ -4,7 +4,7 @@ and the commit queue of a stream that goes on without its store."""
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -28,28 +28,15 @@ from services.orchestrator.store_commit import FOR_EVER, CommitQueue
 from services.orchestrator.store_index import index_key
 from services.orchestrator.store_values import Outcome, StoredSession
 from store_servers import (
-    KINDS,
     Link,
     Server,
     begin,
-    binary,
     create,
     log_of,
     open_store,
     record,
     running_link,
-    running_server,
 )
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    if binary(request.param) is None:
-        pytest.skip("Debian's redis-server is not installed (apt-get install redis-server)")
-    with running_server(request.param, tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @pytest.fixture
