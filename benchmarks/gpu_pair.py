@@ -3,6 +3,8 @@ own over gRPC, on whatever GPU is there.
 
     python benchmarks/gpu_pair.py --eps 0.01 --variants 4,4+1 --batches 1,8,32 --temperatures 0,1
     python benchmarks/gpu_pair.py --devices cuda:0,cuda:1 --variants 4,3@8,4@8 --batches 1
+    python benchmarks/gpu_pair.py --target 70b --tensor-parallel 2 --devices cuda,cuda:2 \
+        --eps 0.0035 --variants 4,8@8 --batches 1,8 --modes coupled,rejection
 
 Prompts are 64 random token ids, answers 256 tokens with the end-of-sequence token ignored. Each
 figure is printed when it is known; plain decoding and the variants take turns, `--repeats` times,
@@ -16,11 +18,14 @@ import os
 import random
 import statistics
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from outrider.cli.stack import LocalStack, StackConfig
 from outrider.client import Completion, GenerationOptions, OutriderClient
+from outrider.types import VerificationMode
 from outrider.worker.gathering import DEFAULT_MAX_PASSES
 
 VOCABULARY = 128_256
@@ -34,6 +39,12 @@ class Variant(NamedTuple):
     k: int | None
     fan_out: int | None
     alternatives: int | None
+
+    @property
+    def options(self) -> GenerationOptions:
+        return GenerationOptions(
+            num_speculative_tokens=self.k, fan_out=self.fan_out, alternatives=self.alternatives
+        )
 
     def __str__(self) -> str:
         if self.k is None:
@@ -68,6 +79,7 @@ async def main() -> None:
             "OUTRIDER_TARGET_MAX_ROWS": "256",
             "OUTRIDER_DRAFT_MAX_ROWS": "256",
         }
+        | {"OUTRIDER_TARGET_TENSOR_PARALLEL": str(args.tensor_parallel)}
         | ({"OUTRIDER_TARGET_QUANTIZE": target_weights} if target_weights != "none" else {})
         | ({"OUTRIDER_DRAFT_QUANTIZE": draft_weights} if draft_weights != "none" else {}),
     )
@@ -77,9 +89,11 @@ async def main() -> None:
     ) as stack:
         print(f"start-up {time.monotonic() - started:.1f} s", flush=True)
         clients = [await OutriderClient.connect(address=address) for address in stack.addresses]
-        for temperature in args.temperatures:
+        for mode, temperature in product(args.modes, args.temperatures):
+            if mode is VerificationMode.REJECTION and not temperature:
+                continue  # Greedy decoding is the same in both modes.
             for batch in args.batches:
-                await compare(clients, stack, batch, temperature, args)
+                await compare(clients, stack, batch, temperature, mode, args)
 
 
 async def compare(
@@ -87,6 +101,7 @@ async def compare(
     stack: LocalStack,
     batch: int,
     temperature: float,
+    mode: VerificationMode,
     args: argparse.Namespace,
 ) -> None:
     """Interleaved runs of one batch size."""
@@ -100,7 +115,12 @@ async def compare(
             started = time.perf_counter()
             last[variant] = await asyncio.gather(
                 *(
-                    caller(clients[i % len(clients)], 1000 * repeat + i, variant, temperature, args)
+                    caller(
+                        clients[i % len(clients)],
+                        1000 * repeat + i,
+                        replace(variant.options, temperature=temperature, mode=mode),
+                        args,
+                    )
                     for i in range(batch)
                 )
             )
@@ -113,13 +133,14 @@ async def compare(
             )
     plain = variants[0]
     base = statistics.median(rates[plain])
+    sampling = f"T={temperature:g} {mode.value}" if temperature else "T=0"
     for variant in variants:
         rate = statistics.median(rates[variant])
         ratios = [r / p for r, p in zip(rates[variant], rates[plain], strict=True)]
         pairs = zip(last[plain], last[variant], strict=True)
         same = sum(a.token_ids == b.token_ids for a, b in pairs)
         print(
-            f"T={temperature:g} batch {batch} {variant}: {rate:.1f} tok/s, {rate / base:.2f} x "
+            f"{sampling} batch {batch} {variant}: {rate:.1f} tok/s, {rate / base:.2f} x "
             f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); {rounds_of(last[variant])}; "
             f"same ids {same} of {batch}; cores {busy[variant]}",
             flush=True,
@@ -164,23 +185,14 @@ def cpu_seconds(stack: LocalStack) -> dict[str, float]:
 async def caller(
     client: OutriderClient,
     number: int,
-    variant: Variant,
-    temperature: float,
+    options: GenerationOptions,
     args: argparse.Namespace,
 ) -> Completion:
     """`--waves` requests in a row; the last answer."""
     for wave in range(args.waves):
         seed = number + 100_000 * wave
         prompt = random.Random(seed).choices(range(VOCABULARY), k=PROMPT_TOKENS)
-        options = GenerationOptions(
-            max_tokens=args.max_tokens,
-            ignore_eos=True,
-            temperature=temperature,
-            seed=seed,
-            num_speculative_tokens=variant.k,
-            fan_out=variant.fan_out,
-            alternatives=variant.alternatives,
-        )
+        options = replace(options, seed=seed, max_tokens=args.max_tokens, ignore_eos=True)
         done = await client.complete(prompt, options)
     return done
 
@@ -197,6 +209,15 @@ def parse() -> argparse.Namespace:
         help="k, k@fan-out, k+alternatives, or auto; by commas",
     )
     parser.add_argument("--devices", default="cuda:0,cuda:0", help="the target's, the draft's")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="ranks of the target; its device is cuda"
+    )
+    parser.add_argument(
+        "--modes",
+        type=lambda text: [VerificationMode(part) for part in text.split(",")],
+        default=[VerificationMode.COUPLED],
+        help="coupled, rejection; by commas",
+    )
     parser.add_argument("--quantize", default="none,none", help="the target's, the draft's")
     parser.add_argument("--relayed", action="store_true", help="the orchestrator asks the draft")
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
