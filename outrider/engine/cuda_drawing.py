@@ -18,24 +18,34 @@ from torch import Tensor
 from outrider.engine.cuda_kernels import BLOCK_TOKENS, copy_blocks
 from outrider.engine.drawing import must_go_on
 from outrider.engine.rows import Draw, Rows, branch_places
-from outrider.sampling import cuda_sampler
+from outrider.sampling import cuda_sampler, cuda_sparse
 from outrider.sampling.cuda_sampler import CANDIDATES
-from outrider.types import MAX_PROPOSAL_TOKENS, SamplingParams
+from outrider.types import (
+    MAX_PROPOSAL_TOKENS,
+    MAX_SPARSE_ENTRIES,
+    SamplingParams,
+    SparseDistribution,
+)
 
 MAX_STEPS = MAX_PROPOSAL_TOKENS
 """Passes of one loop at most."""
 MAX_OTHERS = CANDIDATES - 1
 """Alternatives of a pick at most."""
+MAX_SPARSE_ROWS = 64
+"""Rows of a pass whose draws leave distributions."""
 
 
 def can_draw(draw: Draw) -> bool:
-    """Whether the kernels draw this: picks, nothing masked (min_tokens), and branches whose tokens
-    are among the candidates, of which one can be the token that stands."""
+    """Whether the kernels draw this: nothing masked (min_tokens), and where no distributions are
+    left, branches whose tokens are among the candidates, of which one can be the token that
+    stands."""
     masked = draw.spec.stop_ids and must_go_on(draw.spec, draw.base_len)
-    picks = not draw.spec.uses_distributions and not masked
-    steps = draw.steps + bool(draw.branches)
+    if masked or draw.steps + bool(draw.branches) > MAX_STEPS:
+        return False
+    if draw.spec.uses_distributions:
+        return True
     ranks = all(branch.rank < MAX_OTHERS for branch in draw.branches)
-    return picks and steps <= MAX_STEPS and ranks and draw.alternatives <= MAX_OTHERS
+    return ranks and draw.alternatives <= MAX_OTHERS
 
 
 def loops(draw: Draw) -> bool:
@@ -81,6 +91,7 @@ class PassInputs:
     tables: Tensor  # [rows, blocks] int32
     wanted: Tensor  # [rows] int32
     params: Tensor  # [rows, ROW_WORDS] int32
+    round_starts: Tensor  # [rows] int32
 
 
 class DrawBuffers:
@@ -100,6 +111,12 @@ class DrawBuffers:
         every = (MAX_STEPS, max_rows, MAX_OTHERS)
         self.others = torch.zeros(every, dtype=torch.int64, device=device)
         self._others_on_host = torch.zeros(every, dtype=torch.int64).pin_memory()
+        self.sparse = torch.zeros(
+            MAX_SPARSE_ROWS, MAX_SPARSE_ENTRIES, dtype=torch.int64, device=device
+        )
+        every = (MAX_STEPS, *self.sparse.shape)
+        self._sparse_history = torch.zeros(every, dtype=torch.int64, device=device)
+        self._sparse_on_host = torch.zeros(every, dtype=torch.int64).pin_memory()
         self._arrived = [
             torch.cuda.Event()  # type: ignore[no-untyped-call]
             for _ in range(MAX_STEPS)
@@ -113,6 +130,21 @@ class DrawBuffers:
         self._arrived[0].synchronize()
         rows: list[list[int]] = self._numbers.reshape(-1)[:total].reshape(count, -1).tolist()
         return rows
+
+    def keep_sparse(self, step: int) -> None:
+        """Note what the draws of a step were drawn from, in the order of the stream."""
+        self._sparse_history[step].copy_(self.sparse)
+
+    def read_sparse(self, steps: int, count: int) -> list[list[SparseDistribution]]:
+        """Of each of `count` rows what was kept of so many steps; waits for the device."""
+        if not steps:
+            return [[] for _ in range(count)]
+        self._sparse_on_host[:steps].copy_(self._sparse_history[:steps], non_blocking=True)
+        self._arrived[0].record()
+        self._arrived[0].synchronize()
+        kept = self._sparse_on_host[:steps, :count].transpose(0, 1).flatten(0, 1)
+        flat = cuda_sparse.unpack(kept).unpack()
+        return [flat[row * steps : (row + 1) * steps] for row in range(count)]
 
     def send_history(self, steps: range, *, others: bool) -> None:
         """Bring what was drawn in these steps to the host, in the order of the stream; with the
@@ -161,6 +193,8 @@ class LoopRow(NamedTuple):
     copied: tuple[int, int] | None = None
     """The KV block to copy before (from, to)."""
     given: int = 0
+    round_start: int = 0
+    """What its noise is keyed by where distributions are left."""
 
 
 def loop_rows(batch: Tokens[Rows], candidates: int) -> list[list[LoopRow]]:
@@ -218,6 +252,7 @@ class DraftLoop:
                 "given": rows,
                 "positions": rows,
                 "limits": rows,
+                "round_starts": rows,
                 "copied": 2 * rows,
                 "params": target.params.numel(),
                 "tables": rows * width,
@@ -235,7 +270,8 @@ class DraftLoop:
         tables = host["tables"].reshape(self.rows, -1)
         params = host["params"].reshape(self.rows, -1)
         host["limits"][:] = 0
-        for row, (sampling, blocks, source, start, tokens, _, given) in enumerate(going):
+        for row, each in enumerate(going):
+            sampling, blocks, source, start, tokens, _, given, round_start = each
             last = start + tokens - 1
             blocks = blocks[: -(-last // BLOCK_TOKENS)]
             tables[row, : len(blocks)] = blocks
@@ -243,6 +279,7 @@ class DraftLoop:
             host["given"][row] = given
             host["positions"][row] = start - 1
             host["limits"][row] = last
+            host["round_starts"][row] = round_start
             cuda_sampler.fill_rows(params, row, sampling, (start,))
         copied = [block for row in going for block in row.copied or ()]
         host["copied"][: len(copied)] = copied
@@ -252,6 +289,7 @@ class DraftLoop:
         copy_blocks(*self._pools, device["copied"][: len(copied)].view(-1, 2))
         target.tables.copy_(device["tables"].view_as(target.tables))
         target.params.copy_(device["params"].view_as(target.params))
+        target.round_starts.copy_(device["round_starts"])
         self.feed(candidates)
 
     def feed(self, candidates: int = 1) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from outrider.engine import cuda_kernels, drawing
 from outrider.engine.block_copies import DeviceCopies
 from outrider.engine.cuda_drawing import (
+    MAX_SPARSE_ROWS,
     MAX_STEPS,
     DraftLoop,
     DrawBuffers,
@@ -41,6 +42,7 @@ from outrider.sampling.cuda_sampler import (
     sample_candidates,
     sample_rows,
 )
+from outrider.sampling.cuda_sparse import sample_sparse
 from outrider.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class _Bucket:
                 "tiles": 4 * rows,
                 "wanted": rows,
                 "params": rows * ROW_WORDS,
+                "round_starts": rows,
                 "tables": rows * table_width,
             },
             device,
@@ -119,6 +122,7 @@ class _Bucket:
             tables=on_device["tables"].view(rows, table_width),
             wanted=on_device["wanted"],
             params=on_device["params"].view(rows, ROW_WORDS),
+            round_starts=on_device["round_starts"],
         )
         self.layout = CudaLayout(
             slots=self.inputs.slots,
@@ -130,6 +134,8 @@ class _Bucket:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.draw_graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         """By whether tokens are cut off, and the candidates of a row."""
+        self.sparse_graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        """Draws that leave distributions; by whether tokens are cut off."""
         self.logits: Tensor | None = None
         # Rows of a pass that was never filled, in warm-up, belong nowhere.
         self.host["slots"][:] = -1
@@ -190,6 +196,7 @@ class _Bucket:
         else:
             positions = rows.drawn_positions(draw)
             fill_rows(self._host_params, first, draw.spec.sampling, positions)
+            self.host["round_starts"][first : first + rows.num_logits] = draw.base_len
 
 
 class CudaRunner:
@@ -198,6 +205,8 @@ class CudaRunner:
     block_tokens: int = BLOCK_TOKENS
     max_stream: int = MAX_STEPS
     _capture_mode = "global"
+    _leaves_distributions = True
+    """Draws by the kernels what `rejection` samples its guesses from too."""
 
     def __init__(
         self, loaded: LoadedModel, *, num_blocks: int, max_rows: int, max_context: int
@@ -243,6 +252,8 @@ class CudaRunner:
         if not draws or not self._takes(batch):
             return drawing.run(batch, self)
         cuts = any(has_cuts(draw.spec.sampling) for draw in draws)
+        if draws[0].spec.uses_distributions:
+            return self._run_sparse(batch, cuts)
         ranked = any(draw.branches or draw.alternatives for draw in draws)
         candidates = CANDIDATES if ranked else 1
         logits = torch.empty(0)
@@ -266,14 +277,24 @@ class CudaRunner:
         entries = [(rows, rows.draw) for rows in batch if rows.draw]
         if not all(can_draw(draw) for _, draw in entries):
             return False
+        sparse = [draw.spec.uses_distributions for _, draw in entries]
+        if any(sparse):
+            return all(sparse) and self._takes_sparse(batch)
         if not any(loops(draw) for _, draw in entries):
             return True
         going = sum(len(draw.branches) or 1 for _, draw in entries)
         from_last_rows = all(rows.num_logits == 1 or draw.branches for rows, draw in entries)
         return from_last_rows and going <= self._buckets[-1].rows
 
+    def _takes_sparse(self, batch: Tokens[Rows]) -> bool:
+        """Whether the draws of a batch, which all leave distributions, are few enough."""
+        computed = sum(len(rows.token_ids) for rows in batch)
+        going = sum(len(rows.draw.branches) or 1 for rows in batch if rows.draw)
+        return self._leaves_distributions and max(computed, going) <= MAX_SPARSE_ROWS
+
     def can_stream(self, draw: Draw) -> bool:
-        return can_draw(draw) and not draw.branches and not draw.alternatives
+        picks = not (draw.spec.uses_distributions or draw.branches or draw.alternatives)
+        return picks and can_draw(draw)
 
     @torch.inference_mode()
     def stream(self, batch: Tokens[Rows], stop: Callable[[], bool]) -> Iterator[list[int]]:
@@ -340,6 +361,68 @@ class CudaRunner:
             for rows, own in zip(batch, rows_of, strict=True)
         ]
         return Output(logits, drawn, after_branches if works_on else None)
+
+    def _run_sparse(self, batch: Tokens[Rows], cuts: bool) -> Output:
+        """A pass whose draws leave distributions, and their further passes.
+
+        The tokens that branches begin with are ranked by the host; all that is drawn is drawn by
+        the device.
+        """
+        logits = self._run_rows(batch)
+        bucket = self.bucket_for(sum(len(rows.token_ids) for rows in batch))
+        self._draw_sparse(bucket, cuts)
+        buffers = self._buffers
+        buffers.keep_sparse(0)
+        picks = buffers.read_picks(len(logits), 1)
+        given = [each for (each,) in buffers.read_sparse(1, len(logits))]
+        own = [Drawn([pick], [kept]) for (pick,), kept in zip(picks, given, strict=True)]
+        drawn, chains = drawing.start_sparse(batch, logits, own, self.block_tokens)
+        going = [
+            LoopRow(
+                chain.draw.spec.sampling,
+                chain.blocks,
+                -1,
+                chain.position,
+                chain.left + 1,
+                copied,
+                chain.drawn.token_ids[-1],
+                chain.draw.base_len,
+            )
+            for chain, copied in chains
+        ]
+        steps = max((row.tokens for row in going), default=1)
+        if steps > 1:
+            bucket = self.bucket_for(len(going))
+            loop = self._loops[bucket.rows]
+            loop.start(going)
+            for step in range(steps - 1):
+                self._replay(bucket)
+                self._draw_sparse(bucket, cuts)
+                buffers.keep_sparse(step)
+                loop.feed()
+            buffers.send_history(range(steps), others=False)
+            found = buffers.read_history(range(steps), len(going), 0)
+            kept = buffers.read_sparse(steps - 1, len(going))
+            for (chain, _), (tokens, _), sparse in zip(chains, found, kept, strict=True):
+                chain.drawn.token_ids += tokens[1 : chain.left + 1]
+                chain.drawn.distributions += sparse[: chain.left]
+        return Output(logits, drawn)
+
+    def _draw_sparse(self, bucket: _Bucket, cuts: bool) -> None:
+        """Pick at every row of logits of the pass that has just run, and leave its distribution."""
+        graph = bucket.sparse_graphs.get(cuts)
+        if graph is None:
+            self._pick_sparse(bucket, cuts)
+        else:
+            graph.replay()
+
+    def _pick_sparse(self, bucket: _Bucket, cuts: bool) -> None:
+        if bucket.logits is None:
+            raise RuntimeError("nothing was computed yet")
+        inputs = bucket.inputs
+        drawn = sample_sparse(bucket.logits, inputs.params, inputs.round_starts, cuts=cuts)
+        self._note(drawn.picks)
+        self._buffers.sparse[: len(drawn.packed)].copy_(drawn.packed)
 
     def _draw(self, bucket: _Bucket, cuts: bool, candidates: int = 1) -> None:
         """Pick at every row of logits of the pass that has just run: a token, or CANDIDATES."""
@@ -428,6 +511,13 @@ class CudaRunner:
             graph = bucket.draw_graphs[cuts, candidates] = torch.cuda.CUDAGraph()
             with self._capturing(graph):
                 self._pick(bucket, cuts, candidates)
+        if self._leaves_distributions and bucket.rows <= MAX_SPARSE_ROWS:
+            for cuts in (False, True):
+                self._pick_sparse(bucket, cuts)
+                torch.cuda.synchronize()
+                graph = bucket.sparse_graphs[cuts] = torch.cuda.CUDAGraph()
+                with self._capturing(graph):
+                    self._pick_sparse(bucket, cuts)
         # A loop of one token, for its kernels to be compiled: it copies a block onto itself.
         for candidates in (1, CANDIDATES):
             only = LoopRow(SamplingParams(), [0], 0, 1, 1, copied=(0, 0))

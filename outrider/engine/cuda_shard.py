@@ -24,6 +24,7 @@ class CudaShard(CudaRunner):
 
     # Threads of NCCL ask the device things while another one captures.
     _capture_mode = "thread_local"
+    _leaves_distributions = False
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 Both tiers draw: the target its own token at every row of a verification, the draft its guesses.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -71,7 +72,7 @@ _RunAhead = dict[tuple[int, int], Drawn]
 
 
 @dataclass(slots=True)
-class _Chain:
+class Chain:
     """Tokens that follow each other: the last one drawn, at `position`, is fed to the next pass."""
 
     draw: Draw
@@ -84,6 +85,41 @@ class _Chain:
     def next_rows(self) -> Rows:
         position, self.position = self.position, self.position + 1
         return Rows(self.drawn.token_ids[-1:], position, self.blocks, 1)
+
+
+def start_sparse(
+    batch: Tokens[Rows],
+    logits: Tensor,  # [logits rows of all, vocab]
+    own: Tokens[Drawn],
+    block_tokens: int,
+) -> tuple[list[Drawn | None], list[tuple["Chain", tuple[int, int] | None]]]:
+    """Of a batch that leaves distributions, once a guess at every row of logits is drawn (`own`):
+    what each entry has drawn, and where its draws go on, with the KV block to copy before."""
+    drawn = [Drawn() if rows.draw else None for rows in batch]
+    items = _entries(batch, drawn, branching=True)
+    firsts = dict(zip(map(id, batch), _first_rows(batch), strict=True))
+    ahead = {
+        (id(rows), branch.num_accepted): own[firsts[id(rows)] + branch.num_accepted]
+        for rows, draw, _ in items
+        for branch in draw.branches
+        if branch.run_ahead
+    }
+    going: list[tuple[Chain, tuple[int, int] | None]] = []
+    for rows, draw, result in _entries(batch, drawn, branching=False):
+        first = firsts[id(rows)]
+        for each in own[first : first + rows.num_logits]:
+            result.token_ids += each.token_ids
+            result.distributions += each.distributions
+        going.append((Chain(draw, result, rows.blocks, draw.base_len, draw.steps - 1), None))
+    if items:
+        ranked = iter(_candidates(_rows_of(batch, logits, [i[0] for i in items]), items, ahead))
+        going += _branch_chains(items, ranked, ahead, block_tokens)
+    return drawn, going
+
+
+def _first_rows(batch: Tokens[Rows]) -> list[int]:
+    """Of each entry the first of its rows of logits among those of all."""
+    return [0, *itertools.accumulate(rows.num_logits for rows in batch)][: len(batch)]
 
 
 def is_pick(draw: Draw) -> bool:
@@ -104,7 +140,7 @@ def has_cuts(sampling: SamplingParams) -> bool:
 
 def _start_chains(
     batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tensor, pick: Pick
-) -> list[_Chain]:
+) -> list[Chain]:
     """Draw for the sequences themselves."""
     items = _entries(batch, drawn, branching=False)
     if items:
@@ -118,14 +154,14 @@ def _start_chains(
             pick,
         )
     return [
-        _Chain(draw, result, rows.blocks, draw.base_len, draw.steps - 1)
+        Chain(draw, result, rows.blocks, draw.base_len, draw.steps - 1)
         for rows, draw, result in items
     ]
 
 
 def _start_branches(
     batch: Tokens[Rows], drawn: Tokens[Drawn | None], logits: Tensor, runner: Forward
-) -> list[_Chain]:
+) -> list[Chain]:
     """Each branch takes its token from the row that it branches off at."""
     items = _entries(batch, drawn, branching=True)
     if not items:
@@ -134,10 +170,23 @@ def _start_branches(
     own_logits = _rows_of(batch, logits, [rows for rows, _, _ in asking])
     ahead = _run_ahead(own_logits, asking)
     ranked = iter(_candidates(own_logits, asking, ahead))
-    chains, copied = [], []
+    chains = _branch_chains(items, ranked, ahead, runner.block_tokens)
+    runner.copy_blocks([copied for _, copied in chains if copied])
+    return [chain for chain, _ in chains]
+
+
+def _branch_chains(
+    items: Tokens[tuple[Rows, Draw, Drawn]],
+    ranked: Iterator[list[int]],
+    ahead: _RunAhead,
+    block_tokens: int,
+) -> list[tuple[Chain, tuple[int, int] | None]]:
+    """How each branch goes on, and the KV block to copy before (from, to); `ranked` are the tokens
+    that may follow at each row of those who have none known."""
+    chains = []
     for rows, draw, result in items:
         candidates = rows.known or [next(ranked) for _ in range(rows.num_logits)]
-        places = branch_places(rows, runner.block_tokens)
+        places = branch_places(rows, block_tokens)
         for branch, place in zip(draw.branches, places, strict=True):
             if branch.run_ahead:
                 own = ahead[id(rows), branch.num_accepted]
@@ -146,9 +195,8 @@ def _start_branches(
             result.branches.append(own)
             # A branch is a round of its own, for what its noise is keyed by.
             round_start = replace(draw, base_len=place.start + 1, branches=())
-            chains.append(_Chain(round_start, own, place.blocks, place.start, draw.steps))
-            copied += [place.copied] if place.copied else []
-    runner.copy_blocks(copied)
+            chain = Chain(round_start, own, place.blocks, place.start, draw.steps)
+            chains.append((chain, place.copied))
     return chains
 
 

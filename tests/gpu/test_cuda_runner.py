@@ -241,6 +241,60 @@ def test_captured_branches_equal_those_of_passes_one_by_one(
     assert tokens > 200 * size
 
 
+def leaving_distributions(chooser: Chooser, size: int) -> list[Rows]:
+    """Sequences in `rejection` mode: chains, and branches of which some run ahead."""
+    batch, free = [], BLOCKS_EACH * SEQUENCES
+    for index in range(size):
+        rows = branching_rows(chooser, index)
+        sampling = replace(rows.draw.spec.sampling, temperature=chooser.random.choice([0.7, 1.0]))
+        spec = GenerationSpec(sampling, mode=VerificationMode.REJECTION)
+        last = rows.num_logits - 1
+        tokens = [*rows.token_ids[: len(rows.token_ids) - last]]
+        tokens += [chooser.random.randrange(VOCABULARY) for _ in range(last)]
+        branches = rows.draw.branches
+        if branches and chooser.random.random() < 0.5:
+            branches = (Branch(last, run_ahead=True), *branches)
+        draw = replace(rows.draw, spec=spec, branches=branches)
+        count = draw.scratch_blocks(32)
+        scratch = range(free, free + count)
+        batch.append(replace(rows, token_ids=tokens, draw=draw, scratch=scratch))
+        free += count
+    return batch
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_captured_draws_from_distributions_equal_those_of_passes_one_by_one(
+    runner, size, monkeypatch
+):
+    chooser = Chooser(seed=3000 + size)
+    tokens = ran_ahead = 0
+    for _ in range(40):
+        batch = leaving_distributions(chooser, size)
+        if not runner._takes(batch):
+            continue
+        spoil(runner)
+        with monkeypatch.context() as patched:
+            patched.delattr(drawing, "run")  # Whoever falls back on the generic way fails.
+            fast = runner.run(batch).drawn
+        spoil(runner)
+        slow = drawing.run(batch, runner).drawn
+        assert fast == slow
+        chains = [each for drawn in fast for each in (drawn.branches or [drawn])]
+        tokens += sum(len(chain.distributions) for chain in chains)
+        ran_ahead += sum(len(chain.distributions) == len(chain.token_ids) for chain in chains)
+    assert tokens > 100 * size and ran_ahead > 3 * size
+
+
+def test_other_keys_draw_other_guesses_from_distributions(runner):
+    def draw(seed, base_len=3):
+        sampling = SamplingParams(temperature=1.5, seed=seed)
+        spec = GenerationSpec(sampling, mode=VerificationMode.REJECTION)
+        rows = Rows([1, 2, 3], 0, list(range(BLOCKS_EACH)), 1, Draw(spec, base_len, steps=8))
+        return runner.run([rows]).drawn[0].token_ids
+
+    assert draw(1) == draw(1) != draw(2)
+
+
 def test_more_branches_than_rows_of_a_pass(runner, lowest_first):
     """Passes are cut in two, each of the shape that half of the sequences alone have."""
     draw = Draw(GenerationSpec(SamplingParams()), 7, 2, tuple(Branch(0, i) for i in range(7)))
