@@ -282,7 +282,7 @@ def test_captured_draws_from_distributions_equal_those_of_passes_one_by_one(
         chains = [each for drawn in fast for each in (drawn.branches or [drawn])]
         tokens += sum(len(chain.distributions) for chain in chains)
         ran_ahead += sum(len(chain.distributions) == len(chain.token_ids) for chain in chains)
-    assert tokens > 100 * size and ran_ahead > 3 * size
+    assert tokens > 100 + 50 * size and ran_ahead > 3
 
 
 def test_other_keys_draw_other_guesses_from_distributions(runner):
