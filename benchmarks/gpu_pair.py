@@ -2,9 +2,15 @@
 own over gRPC, on whatever GPU is there.
 
     python benchmarks/gpu_pair.py --eps 0.01 --variants 4,4+1 --batches 1,8,32 --temperatures 0,1
-    python benchmarks/gpu_pair.py --devices cuda:0,cuda:1 --variants 4,3@8,4@8 --batches 1
-    python benchmarks/gpu_pair.py --target 70b --tensor-parallel 2 --devices cuda,cuda:2 \
-        --eps 0.0035 --variants 4,8@8 --batches 1,8 --modes coupled,rejection
+    python benchmarks/gpu_pair.py --devices cuda:0,cuda:1 --variants 4,4@8,r4,r4@8 --batches 1
+    python benchmarks/gpu_pair.py --target 70b --tensor-parallel 2 --devices cuda,cuda:2 \\
+        --eps 0.00335 --variants 4,8@8 --batches 1,8 --modes coupled,rejection
+    python benchmarks/gpu_pair.py --target tiny --draft tiny-draft --devices cpu,cpu \\
+        --variants 4,4@8,r4,r4@8,auto,rauto --batches 1 --kv-memory 64MiB --max-tokens 64
+
+A variant is k, k@fan-out, k+alternatives, or auto (the server's choice). With an r before it the
+orchestrator asks the draft and selects among what it has prepared (`--drafting relayed`); else the
+target does. The workers are the same ones: two kinds of orchestrators stand before them.
 
 Prompts are 64 random token ids, answers 256 tokens with the end-of-sequence token ignored. Each
 figure is printed when it is known; plain decoding and the variants take turns, `--repeats` times,
@@ -14,31 +20,36 @@ other (sessions that guess do not end together, so with one wave the last ones h
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.cli.stack import LocalStack, StackConfig
+from outrider.cli.process import Child
+from outrider.cli.stack import PROGRAMS, LocalStack, StackConfig
 from outrider.client import Completion, GenerationOptions, OutriderClient
+from outrider.engine.synthetic import SHAPES
 from outrider.types import VerificationMode
 from outrider.worker.gathering import DEFAULT_MAX_PASSES
 
-VOCABULARY = 128_256
 PROMPT_TOKENS = 64
 
 
 class Variant(NamedTuple):
-    """Guesses a round, outcomes that the draft prepares for, next-best guesses beside each guess;
-    None: the server's choice."""
+    """Guesses a round, outcomes that the draft prepares for, next-best guesses beside each guess
+    (None: the server's choice), and whether the orchestrator asks the draft."""
 
     k: int | None
     fan_out: int | None
     alternatives: int | None
+    relayed: bool = False
 
     @property
     def options(self) -> GenerationOptions:
@@ -47,13 +58,27 @@ class Variant(NamedTuple):
         )
 
     def __str__(self) -> str:
+        by = ", asked by the orchestrator" if self.relayed else ""
         if self.k is None:
-            return "auto"
+            return f"auto{by}"
         if not self.k:
             return "plain"
         ahead = f", {self.fan_out} outcomes ahead" if self.fan_out else ""
         beside = f", {self.alternatives} beside each" if self.alternatives else ""
-        return f"k={self.k}{ahead}{beside}"
+        return f"k={self.k}{ahead}{beside}{by}"
+
+
+class Callers(NamedTuple):
+    """Clients of orchestrators before the same workers, by who asks the draft, and the processes
+    of all."""
+
+    direct: list[OutriderClient]
+    relayed: list[OutriderClient]
+    pids: dict[str, int]
+
+    def client(self, number: int, variant: Variant) -> OutriderClient:
+        clients = self.relayed if variant.relayed else self.direct
+        return clients[number % len(clients)]
 
 
 async def main() -> None:
@@ -69,7 +94,6 @@ async def main() -> None:
         env={
             "OUTRIDER_TARGET_DEVICE": target_device,
             "OUTRIDER_DRAFT_DEVICE": draft_device,
-            "OUTRIDER_ORCHESTRATOR_DRAFTING": "relayed" if args.relayed else "direct",
             "OUTRIDER_TARGET_CONTEXT_LENGTH": "2048",
             "OUTRIDER_DRAFT_CONTEXT_LENGTH": "2048",
             "OUTRIDER_TARGET_KV_MEMORY": args.kv_memory,
@@ -88,17 +112,50 @@ async def main() -> None:
         config, on_event=lambda event: print(event.step.value, event.name)
     ) as stack:
         print(f"start-up {time.monotonic() - started:.1f} s", flush=True)
-        clients = [await OutriderClient.connect(address=address) for address in stack.addresses]
-        for mode, temperature in product(args.modes, args.temperatures):
-            if mode is VerificationMode.REJECTION and not temperature:
-                continue  # Greedy decoding is the same in both modes.
-            for batch in args.batches:
-                await compare(clients, stack, batch, temperature, mode, args)
+        count = args.orchestrators if any(v.relayed for v in args.variants) else 0
+        async with relaying(stack, count) as relays:
+            pids = {service.name: service.pid for service in stack.services}
+            callers = Callers(
+                [await OutriderClient.connect(address=address) for address in stack.addresses],
+                [await OutriderClient.connect(address=address) for address in relays],
+                pids
+                | {child.name: child.pid for child in relays.values()}
+                | {"client": os.getpid()},
+            )
+            for mode, temperature in product(args.modes, args.temperatures):
+                if mode is VerificationMode.REJECTION and not temperature:
+                    continue  # Greedy decoding is the same in both modes.
+                for batch in args.batches:
+                    await compare(callers, batch, temperature, mode, args)
+
+
+@contextlib.asynccontextmanager
+async def relaying(stack: LocalStack, count: int) -> AsyncIterator[dict[str, Child]]:
+    """So many orchestrators more, by address, that ask the stack's drafts by themselves."""
+    flags = ["--drafting", "relayed", "--store-url", stack.store_url, "--host", "127.0.0.1"]
+    for service in stack.services:
+        if service.role in ("target", "draft"):
+            flags += [f"--{service.role}s", service.address]
+    children: dict[str, Child] = {}
+    try:
+        for number in range(count):
+            name = f"relay-{number}"
+            ready = stack.log_dir / f"{name}.ready"
+            command = (*PROGRAMS["orchestrator"], *flags, "--port", "0", "--ready-file", str(ready))
+            log = stack.log_dir / f"{name}.log"
+            child = await Child.start(name, command, log, stack.config.env)
+            while not ready.exists():
+                if child.returncode is not None:
+                    raise SystemExit(child.log_tail())
+                await asyncio.sleep(0.05)
+            children[json.loads(ready.read_text())["address"]] = child
+        yield children
+    finally:
+        await asyncio.gather(*(child.stop(10) for child in children.values()))
 
 
 async def compare(
-    clients: list[OutriderClient],
-    stack: LocalStack,
+    callers: Callers,
     batch: int,
     temperature: float,
     mode: VerificationMode,
@@ -111,12 +168,12 @@ async def compare(
     last: dict[Variant, list[Completion]] = {}
     for repeat in range(args.repeats):
         for variant in variants:
-            before = cpu_seconds(stack)
+            before = cpu_seconds(callers.pids)
             started = time.perf_counter()
             last[variant] = await asyncio.gather(
                 *(
                     caller(
-                        clients[i % len(clients)],
+                        callers.client(i, variant),
                         1000 * repeat + i,
                         replace(variant.options, temperature=temperature, mode=mode),
                         args,
@@ -127,7 +184,7 @@ async def compare(
             seconds = time.perf_counter() - started
             tokens = args.waves * sum(len(done.token_ids) for done in last[variant])
             rates[variant].append(tokens / seconds)
-            used = cpu_seconds(stack)
+            used = cpu_seconds(callers.pids)
             busy[variant] = ", ".join(
                 f"{name} {(used[name] - before[name]) / seconds:.0%}" for name in used
             )
@@ -171,9 +228,8 @@ def rounds_of(done: list[Completion]) -> str:
     )
 
 
-def cpu_seconds(stack: LocalStack) -> dict[str, float]:
-    """Processor time of each process so far, this one's as client's."""
-    pids = {service.name: service.pid for service in stack.services} | {"client": os.getpid()}
+def cpu_seconds(pids: dict[str, int]) -> dict[str, float]:
+    """Processor time of each process so far."""
     ticks = os.sysconf("SC_CLK_TCK")
     found = {}
     for name, pid in pids.items():
@@ -191,7 +247,7 @@ async def caller(
     """`--waves` requests in a row; the last answer."""
     for wave in range(args.waves):
         seed = number + 100_000 * wave
-        prompt = random.Random(seed).choices(range(VOCABULARY), k=PROMPT_TOKENS)
+        prompt = random.Random(seed).choices(range(SHAPES[args.target].vocab), k=PROMPT_TOKENS)
         options = replace(options, seed=seed, max_tokens=args.max_tokens, ignore_eos=True)
         done = await client.complete(prompt, options)
     return done
@@ -206,7 +262,7 @@ def parse() -> argparse.Namespace:
         "--variants",
         type=variants,
         default=[Variant(4, 0, 0)],
-        help="k, k@fan-out, k+alternatives, or auto; by commas",
+        help="k, k@fan-out, k+alternatives, or auto, each with an r before it or not; by commas",
     )
     parser.add_argument("--devices", default="cuda:0,cuda:0", help="the target's, the draft's")
     parser.add_argument(
@@ -219,7 +275,6 @@ def parse() -> argparse.Namespace:
         help="coupled, rejection; by commas",
     )
     parser.add_argument("--quantize", default="none,none", help="the target's, the draft's")
-    parser.add_argument("--relayed", action="store_true", help="the orchestrator asks the draft")
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
     parser.add_argument("--temperatures", type=numbers, default=[0, 1])
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -243,12 +298,13 @@ def parse() -> argparse.Namespace:
 def variants(text: str) -> list[Variant]:
     found = []
     for part in text.split(","):
+        relayed, part = part.startswith("r"), part.removeprefix("r")
         if part == "auto":
-            found.append(Variant(None, None, None))
+            found.append(Variant(None, None, None, relayed))
             continue
         part, _, fan_out = part.partition("@")
         k, _, alternatives = part.partition("+")
-        found.append(Variant(int(k), int(fan_out or 0), int(alternatives or 0)))
+        found.append(Variant(int(k), int(fan_out or 0), int(alternatives or 0), relayed))
     return found
 
 

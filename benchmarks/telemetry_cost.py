@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from outrider.engine.rows import Branch, Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
+from outrider.remote.outcomes import BufferUse
 from outrider.speculation.length import Decision
 from outrider.speculation.observation import Observation
 from outrider.telemetry.context import TraceContext
@@ -32,7 +33,6 @@ from services.orchestrator.decoder import RoundRecord, RoundTimes
 from services.orchestrator.metrics import Progress, Sums
 from services.orchestrator.observed import RequestWatch, Watch
 from services.orchestrator.store_tally import StoreTally
-from services.target.speculation import BufferUse
 
 RUNS = 7
 TRACE = TraceContext(0xABC, 0xDEF, sampled=True)

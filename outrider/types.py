@@ -187,7 +187,8 @@ class Verdict:
     `num_proposed` counts positions that were guessed for: of a tree, those of its longest path.
     `run_ahead` tells of a guess for the place behind them, which was verified there in place of a
     bonus (None: there was none). If it was accepted it is the last token. It is counted by
-    `num_guesses` and `num_survived` alone.
+    `num_guesses` and `num_survived` alone. `num_beside` guesses of a tree were verified beside
+    those of its longest path.
     """
 
     token_ids: tuple[int, ...]
@@ -195,6 +196,7 @@ class Verdict:
     num_proposed: int
     logprobs: tuple[PositionLogprobs, ...] = ()
     run_ahead: bool | None = None
+    num_beside: int = 0
 
     @property
     def num_guesses(self) -> int:
@@ -245,6 +247,7 @@ class DraftReport:
     prepared: int = 0
     rank: int = 0
     trip_us: int = 0
+    took_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

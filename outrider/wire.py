@@ -360,6 +360,7 @@ def report_to_proto(report: DraftReport) -> worker_pb2.DraftReport:
         prepared=report.prepared,
         rank=report.rank,
         trip_us=report.trip_us,
+        took_us=report.took_us,
     )
     if report.hit is not None:
         message.hit = report.hit
@@ -378,6 +379,7 @@ def report_from_proto(message: worker_pb2.DraftReport) -> DraftReport:
         prepared=message.prepared,
         rank=message.rank,
         trip_us=message.trip_us,
+        took_us=message.took_us,
     )
 
 
@@ -416,6 +418,7 @@ def verified_to_proto(
         logprobs=logprobs_to_proto(verdict.logprobs),
         timing=timing_to_proto(timing),
         draft=None if report is None else report_to_proto(report),
+        num_beside=verdict.num_beside,
     )
     if verdict.run_ahead is not None:
         message.run_ahead = verdict.run_ahead
@@ -440,6 +443,7 @@ def verdict_from_proto(message: worker_pb2.Verified) -> Verdict:
         num_proposed=message.num_proposed,
         logprobs=logprobs_from_proto(message.logprobs),
         run_ahead=message.run_ahead if message.HasField("run_ahead") else None,
+        num_beside=min(message.num_beside, MAX_PROPOSAL_TOKENS),
     )
 
 

@@ -6,8 +6,9 @@ target is the draft written twice side by side, its other weights random, and wh
 scaled by `eps`: the smaller, the more the two agree.
 
 References: `synthetic:70b`, `synthetic:8b,eps=0.01` and `synthetic:1b`, the shapes of
-Llama-3.1-70B, Llama-3.1-8B and Llama-3.2-1B (untied); `synthetic:tiny` and `synthetic:tiny-draft`
-for tests. A rank of a group gets its part of the same weights.
+Llama-3.1-70B, Llama-3.1-8B and Llama-3.2-1B (untied); `synthetic:small` and `synthetic:small-draft`
+for measurements on a CPU, whose passes differ by a factor of eight; `synthetic:tiny` and
+`synthetic:tiny-draft` for tests. A rank of a group gets its part of the same weights.
 """
 
 import hashlib
@@ -46,6 +47,8 @@ SHAPES = {
     "70b": Shape(8192, 28672, 80, 64, 8, 128, 128_256, 4),
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, 2),
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 1),
+    "small": Shape(512, 1536, 6, 8, 4, 64, 4096, 2),
+    "small-draft": Shape(256, 512, 1, 4, 2, 64, 4096, 1),
     "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 2),
     "tiny-draft": Shape(64, 128, 2, 4, 2, 16, 512, 1),
 }

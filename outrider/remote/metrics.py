@@ -1,8 +1,10 @@
-"""The metrics of connections to workers, summed over each tier: addresses come and go."""
+"""The metrics of connections to workers, summed over each tier (addresses come and go), and of what
+drafts prepare for whoever asks them."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 from outrider.remote.link import WorkerLink
+from outrider.remote.outcomes import BufferUse
 from outrider.telemetry.metrics import Metrics, Sample, Summed
 
 Links = Callable[[], Iterable[WorkerLink]]
@@ -25,3 +27,20 @@ def watch_links(metrics: Metrics, tiers: Mapping[str, Links]) -> None:
     observe("outrider.links.waiting", lambda _, links: sum(link.num_awaited for link in links))
     observe("outrider.links.losses", total(lambda link: link.counters.reconnects))
     observe("outrider.links.late_replies", total(lambda link: link.counters.late_replies))
+
+
+def watch_buffers(metrics: Metrics, uses: Callable[[], Mapping[str, BufferUse]]) -> None:
+    """Tell what becomes of outcomes that drafts prepare, by served model."""
+
+    def observe(name: str, counts: Callable[[BufferUse], tuple[int, int]]) -> None:
+        def read() -> list[Sample]:
+            return [
+                (count, {"model": model, "result": result})
+                for model, use in uses().items()
+                for count, result in zip(counts(use), ("used", "unused"), strict=True)
+            ]
+
+        metrics.observe(name, read)
+
+    observe("outrider.buffer.outcomes", lambda use: (use.outcomes_used, use.outcomes_unused))
+    observe("outrider.buffer.guesses", lambda use: (use.guesses_used, use.guesses_unused))

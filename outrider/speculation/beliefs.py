@@ -15,6 +15,9 @@ _ROWS_PACE = 0.3
 _SHARE_PACE = 0.05
 """How fast shares of rounds (with a proposal, with a hit) are followed."""
 
+_BESIDE_PACE = 0.3
+"""How fast the rows beside those of a chain are followed: they are as many as somebody has set."""
+
 _WORST_ROUND = 4.0
 """A round that takes longer than so many plain ones has met something else than speculation."""
 
@@ -26,7 +29,7 @@ class Guesser:
         self.pool = pool
         self._load = load
         self.acceptance = AcceptanceModel(pool.acceptance)
-        self.coverage = 1.0
+        self.coverage = self.rows_a_guess = 1.0
         self._has_session = False
         self._hits = self._expected_hits = 10.0
 
@@ -61,6 +64,9 @@ class Guesser:
         elif seen.hit is None:
             self.coverage += _SHARE_PACE * ((seen.num_proposed > 0) - self.coverage)
             self.draft.observe(seen.draft_s, seen.num_proposed or seen.num_asked)
+            if seen.num_proposed:
+                rows = (seen.num_rows - 1) / seen.num_proposed
+                self.rows_a_guess += _BESIDE_PACE * (rows - self.rows_a_guess)
         elif seen.hit:
             self._observe_hidden(seen, fan_out)
         self.acceptance.observe(*seen.verified)
@@ -82,6 +88,7 @@ class Guesser:
             self.coverage,
             self.pool.ranks,
             self.hit_scale,
+            self.rows_a_guess,
         )
 
     def _observe_hidden(self, seen: Observation, fan_out: int) -> None:
@@ -158,7 +165,7 @@ class Beliefs:
 
     def _gain(self, tokens: float, seen: Observation) -> float:
         """The round costs what it took, or more if it would take more were all alike."""
-        load, guesses, sessions = self.load, seen.num_proposed, self._costs.sessions
+        load, guesses, sessions = self.load, seen.num_rows - 1, self._costs.sessions
         other_rows = max(seen.batch_rows - seen.num_rows, 0)
         rows = load.plain_rows(other_rows)
         plain_s = load.plain_s(other_rows)

@@ -52,7 +52,8 @@ class Offer:
     `acceptance` is a_1 … a_{k_max + 1}, each given that all before it were accepted. The proposal
     is there `draft_s` + k * `step_s` seconds after it was asked for, trip included, and
     `outcome_s` later for each further outcome prepared at once. `coverage` is the share of rounds
-    in which it guesses at all. Without `ranks` it prepares no outcomes.
+    in which it guesses at all. Without `ranks` it prepares no outcomes. A guess that was asked for
+    after the verdict has `rows_a_guess`, with its alternatives; what is prepared ahead has none.
     """
 
     proposer: str
@@ -63,6 +64,7 @@ class Offer:
     coverage: float = 1.0
     ranks: RankCounts | None = None
     hit_scale: float = 1.0
+    rows_a_guess: float = 1.0
 
     @property
     def k_max(self) -> int:
@@ -141,6 +143,7 @@ def plans(offer: Offer, costs: RoundCosts, mode: Mode = Mode.SEQUENTIAL) -> list
     lost = costs.others_tokens_per_s * coverage * costs.row_s
     row_s = costs.sessions * coverage * costs.row_s
     draft_s, verify_s = offer.draft_s, costs.verify_s
+    beside = offer.rows_a_guess - 1.0
     ahead = _Ahead(offer, costs) if mode is Mode.PIPELINED and offer.ranks is not None else None
     found = []
     survival, tokens = 1.0, 1.0
@@ -149,8 +152,10 @@ def plans(offer: Offer, costs: RoundCosts, mode: Mode = Mode.SEQUENTIAL) -> list
         tokens += coverage * survival
         draft_s += step_s
         verify_s += row_s
-        net, round_s = tokens - k * lost, draft_s + verify_s
-        plan = Plan(k, 0, net / round_s if round_s > 0.0 else 0.0, round_s)
+        net = tokens - k * lost
+        round_s = draft_s + verify_s + k * beside * row_s
+        own = net - k * beside * lost
+        plan = Plan(k, 0, own / round_s if round_s > 0.0 else 0.0, round_s)
         if ahead is not None:
             plan = max(plan, ahead.plan(k, net, verify_s, draft_s), key=_worth)
         found.append(plan)

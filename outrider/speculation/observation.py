@@ -16,7 +16,8 @@ class Observation:
     not (0: unknown). Where the buffer was asked, it held `prepared` tokens for the place where the
     verdict before had stopped (`after_bonus`: behind all its guesses), and on a hit that verdict's
     own token was of this `rank` among them. `run_ahead` tells of one more guess, verified in place
-    of the bonus, whether it survived (None: there was none).
+    of the bonus, whether it survived (None: there was none). `num_beside` guesses, alternatives
+    say, had rows of the pass and no position of their own.
     """
 
     num_proposed: int
@@ -34,6 +35,7 @@ class Observation:
     rank: int = 0
     after_bonus: bool = False
     run_ahead: bool | None = None
+    num_beside: int = 0
 
     @property
     def target_s(self) -> float:
@@ -47,7 +49,7 @@ class Observation:
     @property
     def num_rows(self) -> int:
         """Rows of the pass that were this session's."""
-        return self.num_proposed + 1
+        return self.num_proposed + self.num_beside + 1
 
     @property
     def num_tokens(self) -> int:

@@ -462,7 +462,7 @@ _WORKER_METRICS = (
         "outrider.buffer.outcomes",
         "{outcome}",
         ("model", "result"),
-        (TARGET,),
+        (ORCHESTRATOR, TARGET),
         "Outcomes that drafts had prepared when the verdict fell: the one that came about, and "
         "those for nothing.",
     ),
@@ -470,7 +470,7 @@ _WORKER_METRICS = (
         "outrider.buffer.guesses",
         "{guess}",
         ("model", "result"),
-        (TARGET,),
+        (ORCHESTRATOR, TARGET),
         "Guesses prepared with them, likewise.",
     ),
 )

@@ -235,7 +235,7 @@ class TuneEntry(_message.Message):
     def __init__(self, num_speculative_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
 class DraftReport(_message.Message):
-    __slots__ = ("wait_us", "worker_us", "compute_us", "failed", "dropped", "hit", "asked", "prepared", "rank", "trip_us")
+    __slots__ = ("wait_us", "worker_us", "compute_us", "failed", "dropped", "hit", "asked", "prepared", "rank", "trip_us", "took_us")
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
     WORKER_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,7 @@ class DraftReport(_message.Message):
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TRIP_US_FIELD_NUMBER: _ClassVar[int]
+    TOOK_US_FIELD_NUMBER: _ClassVar[int]
     wait_us: int
     worker_us: int
     compute_us: int
@@ -256,7 +257,8 @@ class DraftReport(_message.Message):
     prepared: int
     rank: int
     trip_us: int
-    def __init__(self, wait_us: _Optional[int] = ..., worker_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., failed: bool = ..., dropped: _Optional[int] = ..., hit: bool = ..., asked: _Optional[int] = ..., prepared: _Optional[int] = ..., rank: _Optional[int] = ..., trip_us: _Optional[int] = ...) -> None: ...
+    took_us: int
+    def __init__(self, wait_us: _Optional[int] = ..., worker_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., failed: bool = ..., dropped: _Optional[int] = ..., hit: bool = ..., asked: _Optional[int] = ..., prepared: _Optional[int] = ..., rank: _Optional[int] = ..., trip_us: _Optional[int] = ..., took_us: _Optional[int] = ...) -> None: ...
 
 class VerifyEntry(_message.Message):
     __slots__ = ("delta", "proposal", "more_rounds", "draft")
@@ -271,7 +273,7 @@ class VerifyEntry(_message.Message):
     def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., more_rounds: _Optional[int] = ..., draft: _Optional[_Union[DraftPlan, _Mapping]] = ...) -> None: ...
 
 class Verified(_message.Message):
-    __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing", "draft", "run_ahead")
+    __slots__ = ("token_ids", "num_accepted", "num_proposed", "logprobs", "next_proposal", "timing", "draft", "run_ahead", "num_beside")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +282,7 @@ class Verified(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BESIDE_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: int
     num_proposed: int
@@ -288,7 +291,8 @@ class Verified(_message.Message):
     timing: WorkTiming
     draft: DraftReport
     run_ahead: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., draft: _Optional[_Union[DraftReport, _Mapping]] = ..., run_ahead: bool = ...) -> None: ...
+    num_beside: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., draft: _Optional[_Union[DraftReport, _Mapping]] = ..., run_ahead: bool = ..., num_beside: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("header", "open", "propose", "verify", "close", "cancel", "tune")

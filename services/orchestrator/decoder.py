@@ -33,7 +33,7 @@ from outrider.wire import (
     verdict_from_proto,
 )
 from services.orchestrator.controller import Controller
-from services.orchestrator.proposers import DRAFT, Proposed, Proposer
+from services.orchestrator.proposers import DRAFT, Proposed, Proposer, Wanted
 from services.orchestrator.stopping import OutputStream, Released
 
 logger = logging.getLogger(__name__)
@@ -194,6 +194,8 @@ class Decoder:
     """All guesses that the last verdict's round carried were accepted."""
     _untold: int = 0
     """Tokens of the log that the output has not been given yet."""
+    _last: Verdict | None = None
+    """That the log ends with; None: it is as it was given."""
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Rounds until the generation ends; the last piece has the finish reason.
@@ -226,20 +228,19 @@ class Decoder:
         return max(min(self.controller.next_length(), self._left - 1), 0)
 
     async def _round(self, length: int) -> "_Outcome":
-        proposed, draft_us, failure = await self._propose(length)
+        proposed = await self._propose(length)
         started = time.perf_counter()
         rounds, dropped = await self._verify(proposed.proposal)
-        reports = [round_.report or _NO_REPORT for round_ in rounds]
-        if self.whereabouts is not None and rounds[-1].report is not None:
-            self.whereabouts.drafted(failed=rounds[-1].report.failed)
-        waited_us = sum(report.wait_us for report in reports)
+        waited_us = sum(round_.report.wait_us for round_ in rounds if round_.report)
         verify_us = max(_elapsed_us(started) - waited_us, 0)
         rounds_us = _elapsed_us(self._round_ended)
+        if self.whereabouts is not None and rounds[-1].report is not None:
+            self.whereabouts.drafted(failed=rounds[-1].report.failed)
+        # Of rounds that came together only the first can have a proposal from here.
+        first, *others = rounds
+        reports = [first.report or proposed.report, *(r.report or _NO_REPORT for r in others)]
         records = []
-        asked = [
-            report.asked if round_.report else length
-            for round_, report in zip(rounds, reports, strict=True)
-        ]
+        asked = [report.asked for report in reports]
         # Of plain rounds that came together one speaks for all, unless each is to be told of.
         alike = not self.report_rounds and not any(asked)
         ended, round_s = time.monotonic(), rounds_us / 1e6 / len(rounds)
@@ -250,19 +251,20 @@ class Decoder:
             seen = Observation(
                 num_proposed=round_.verdict.num_proposed,
                 num_accepted=round_.verdict.num_accepted,
-                draft_s=(draft_us + report.wait_us) / 1e6,
+                draft_s=report.wait_us / 1e6,
                 verify_s=verify_us / 1e6 / len(rounds),
                 batch_rows=round_.spent.batch_rows,
                 context_len=len(self.log),
                 hit=report.hit,
                 round_s=round_s,
                 compute_s=round_.spent.compute_us / 1e6,
-                proposal_s=(proposed.spent.worker_us + report.worker_us) / 1e6,
+                proposal_s=(report.took_us or report.worker_us) / 1e6,
                 num_asked=asked[number - 1],
                 prepared=report.prepared,
                 rank=report.rank,
                 after_bonus=self._after_bonus,
                 run_ahead=round_.verdict.run_ahead,
+                num_beside=round_.verdict.num_beside,
             )
             records.append(
                 self._observe(
@@ -272,20 +274,20 @@ class Decoder:
                 )
             )
             self._after_bonus = seen.num_accepted == seen.num_proposed
+        self._last = rounds[-1].verdict
         self._tune()
         times = RoundTimes(
             rounds_us=rounds_us,
-            draft_us=draft_us + waited_us,
+            draft_us=sum(report.wait_us for report in reports),
             verify_us=verify_us,
-            draft_compute_us=proposed.spent.compute_us + sum(r.compute_us for r in reports),
+            draft_compute_us=sum(report.compute_us for report in reports),
             verify_compute_us=sum(round_.spent.compute_us for round_ in rounds),
-            draft_worker_us=proposed.spent.worker_us + sum(_exposed_us(r) for r in reports),
+            draft_worker_us=sum(_exposed_us(report) for report in reports),
             verify_worker_us=sum(round_.spent.worker_us for round_ in rounds),
         )
         self._round_ended = time.perf_counter()
-        # A proposal that did not come in time still comes, and is dropped then.
-        dropped += isinstance(failure, DeadlineExceeded) + sum(r.dropped for r in reports)
-        failed = int(failure is not None) + sum(report.failed for report in reports)
+        dropped += sum(report.dropped for report in reports)
+        failed = sum(report.failed for report in reports)
         verdicts = tuple(round_.verdict for round_ in rounds)
         return _Outcome(verdicts, times, dropped, failed, tuple(records))
 
@@ -337,21 +339,27 @@ class Decoder:
         wanted = self.direct is not None and self.controller.proposer == DRAFT
         return wanted and target is not None and target.offers("drafts")
 
-    async def _propose(self, length: int) -> tuple[Proposed, int, OutriderError | None]:
-        """A proposal, how long it took, and why there is none if the proposer failed."""
-        nothing = Proposed(Proposal())
+    async def _propose(self, length: int) -> Proposed:
+        """A proposal of at most this length, if guesses come from here."""
         proposer = self.proposers.get(self.controller.proposer)
-        if length == 0 or proposer is None or self._asks(self.target):
-            return nothing, 0, None
+        first = self._last is None
+        if proposer is None or self._asks(self.target) or (first and not self._begins_ahead):
+            return Proposed()
+        wanted = Wanted(
+            num_tokens=self.controller.next_length() if first else length,
+            fan_out=self.controller.fan_out,
+            end_len=len(self.log) + self._left,
+            last=self._last,
+        )
         started = time.perf_counter()
-        try:
-            proposed = await proposer.propose(length, self.deadline)
-        except OutriderError as error:
-            if time.monotonic() >= self.deadline:
-                raise
-            logger.debug("decoding plainly: %s", error)
-            return nothing, _elapsed_us(started), error
-        return proposed, _elapsed_us(started), None
+        proposed = await proposer.propose(wanted, self.deadline)
+        report = replace(proposed.report, wait_us=_elapsed_us(started))
+        return replace(proposed, report=report)
+
+    @property
+    def _begins_ahead(self) -> bool:
+        """Whether a draft may prepare for the first token, which comes without guesses."""
+        return self.direct is None and self.controller.fan_out > 0
 
     async def _verify(self, proposal: Proposal) -> tuple[list[_Round], int]:
         """The round that this makes, further ones if the target went on by itself, and how many

@@ -7,9 +7,8 @@ round may simply ask another one.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.errors import OutriderError
 from services.orchestrator.decoder import DirectDraft
-from services.orchestrator.proposers import DraftModel, Proposed
+from services.orchestrator.proposers import DraftModel, Proposed, Wanted
 from services.orchestrator.seats import Seat
 from services.orchestrator.workers import Worker
 
@@ -31,15 +30,11 @@ class SessionDraft:
         self._worker = first
         self._drafting = make(first)
 
-    async def propose(self, num_tokens: int, deadline: float) -> Proposed:
+    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
         """Ask from here, for a target that does not."""
-        drafting = self._now()
-        try:
-            proposed = await drafting.model.propose(num_tokens, deadline)
-        except OutriderError:
-            self._seat.drafted(failed=True)
-            raise
-        self._seat.drafted(failed=False)
+        proposed = await self._now().model.propose(wanted, deadline)
+        if proposed.report.asked or proposed.report.failed:
+            self._seat.drafted(failed=proposed.report.failed)
         return proposed
 
     def direct(self) -> DirectDraft | None:
@@ -52,6 +47,7 @@ class SessionDraft:
     def _now(self) -> Drafting:
         worker = self._seat.draft_now()
         if worker is not None and worker is not self._worker:
+            self._drafting.model.close()
             self._worker, self._drafting = worker, self._make(worker)
         return self._drafting
 

@@ -15,6 +15,7 @@ from outrider.errors import Fenced, InternalError, OutriderError
 from outrider.remote.link import WorkerLink
 from outrider.remote.session import RemoteSession, Routing
 from outrider.speculation.controller import AdaptiveController, Limits
+from outrider.speculation.forecast import Forecast
 from outrider.speculation.length import Mode
 from outrider.speculation.load import ProposerPool
 from outrider.token_log import TokenLog
@@ -42,6 +43,7 @@ from services.orchestrator.proposers import (
     DraftModel,
     NgramLookup,
     Proposer,
+    draft_session,
 )
 from services.orchestrator.records import record_of
 from services.orchestrator.requests import GenerationPlan
@@ -212,6 +214,8 @@ class Generation:
     async def end(self) -> None:
         """Free everything: on the workers, and in the store what is not to be kept."""
         self._controller.close()
+        for proposer in self._proposers.values():
+            proposer.close()
         ended_well = self.finish_reason is not None
         for remote in self._remotes:
             remote.settle()
@@ -315,21 +319,25 @@ class Generation:
         if worker is None or info is None:
             return None
         self._pools.append(around.learned.pool(self._model.name, DRAFT, info.model_fingerprint))
-        if around.drafting == DIRECT:
-            self._fan_out = self._outcomes_ahead(info)
+        self._fan_out = self._outcomes_ahead(info)
         return SessionDraft(self._seat, worker, lambda draft: self._ready(draft.link))
 
     def _ready(self, link: WorkerLink) -> Drafting:
         """A draft for this session, as long as it lasts."""
         plan, around = self.plan, self._around
         info = link.info or worker_pb2.InfoResponse()
-        remote = self._remote(link, plan.spec.for_draft(info.vocab_size))
+        log = TokenLog()  # What is asked ahead is asked of a base that the session's log outgrows.
+        remote = self._remote(link, plan.spec.for_draft(info.vocab_size), log)
         alternatives = num_alternatives(plan, around.alternatives, self._model.info, info)
         model = DraftModel(
-            remote,
+            self._log,
+            draft_session(log, link, remote, asyncio.get_running_loop()),
+            plan.spec,
+            Forecast(around.learned.outcomes(link.address)),
             vocab_size=self._model.vocab_size,
             timeout_s=around.draft_timeout_s,
             num_alternatives=alternatives,
+            use=around.learned.buffer_use(self._model.name),
         )
         direct = DirectDraft(link.address, around.draft_timeout_s, alternatives)
         return Drafting(model, direct if around.drafting == DIRECT else None)
@@ -359,15 +367,15 @@ class Generation:
         return self._around.fan_out
 
     def _find_target(self) -> RemoteSession:
-        return self._remote(self._seat.find_target().link, self.plan.spec)
+        return self._remote(self._seat.find_target().link, self.plan.spec, self._log)
 
     async def _wait_for_target(self) -> None:
         loop = asyncio.get_running_loop()
         wait_s = min(self._around.target_wait_s, self._deadline - time.monotonic())
         await self._around.registry.wait_for_target(self._model, loop.time() + wait_s)
 
-    def _remote(self, link: WorkerLink, spec: GenerationSpec) -> RemoteSession:
-        remote = RemoteSession(link, self._fence, spec, self._routing, self._log, self._numbers)
+    def _remote(self, link: WorkerLink, spec: GenerationSpec, log: TokenLog) -> RemoteSession:
+        remote = RemoteSession(link, self._fence, spec, self._routing, log, self._numbers)
         self._remotes.append(remote)
         return remote
 

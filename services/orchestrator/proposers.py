@@ -1,15 +1,18 @@
 """What guesses: a draft model on another tier, or n-gram lookup in the session's own tokens."""
 
+import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from outrider.errors import FailedPrecondition, InvalidArgument, OutriderError, Unsupported
-from outrider.remote.session import NOTHING_SPENT, RemoteSession, Spent
+from outrider.remote.asking import DraftSession
+from outrider.remote.link import WorkerLink
+from outrider.remote.outcomes import BufferUse, Chosen, Speculation
+from outrider.remote.session import RemoteSession
+from outrider.speculation.forecast import Forecast
 from outrider.token_log import TokenLog
-from outrider.types import Proposal
-from outrider.v1 import worker_pb2
-from outrider.wire import proposal_from_proto
+from outrider.types import DraftPlan, DraftReport, GenerationSpec, Proposal, Verdict
 from services.orchestrator.ngram import NgramProposer
 
 DRAFT = "draft"
@@ -18,28 +21,39 @@ AUTO = "auto"
 """Whichever of them does best, in the controller's view."""
 PROPOSER_NAMES = (DRAFT, NGRAM, AUTO)
 
-_RETRY_AFTER_S = 1.0
+_NOTHING = Proposal()
+_NOTHING_TO_REPORT = DraftReport()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a round wants: at most so many guesses, the outcomes of the round that are to be
+    prepared for, and the length at which the generation ends. `last` is the verdict that the log
+    ends with; None: nothing is verified yet."""
+
+    num_tokens: int
+    fan_out: int = 0
+    end_len: int = 0
+    last: Verdict | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A proposal for the log as it is, and what it cost the worker that made it."""
+    """A proposal for the log as it is, and how it was come by."""
 
-    proposal: Proposal
-    spent: Spent = NOTHING_SPENT
+    proposal: Proposal = _NOTHING
+    report: DraftReport = _NOTHING_TO_REPORT
 
 
 class Proposer(Protocol):
     """Guesses what follows the session's log."""
 
-    async def propose(self, num_tokens: int, deadline: float) -> Proposed:
-        """At most `num_tokens` guesses; none where nothing comes to mind.
-
-        Raises OutriderError when it cannot; the caller decodes plainly then.
-        """
+    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+        """No more guesses than wanted; none where nothing comes to mind, or where it fails, of
+        which the report tells. The caller decodes plainly then."""
 
     def close(self) -> None:
-        """The session ends or is cancelled: free what is held for it."""
+        """The generation is over: nothing more is asked."""
 
 
 class NgramLookup:
@@ -49,67 +63,96 @@ class NgramLookup:
         self._log = log
         self._index = NgramProposer()
 
-    async def propose(self, num_tokens: int, deadline: float) -> Proposed:
+    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+        if not wanted.num_tokens:
+            return Proposed()
         started = time.perf_counter()
         self._index.extend(self._log.tokens[len(self._index) :])
-        guesses = self._index.propose(num_tokens)
-        elapsed_us = int((time.perf_counter() - started) * 1e6)
-        return Proposed(Proposal(guesses, proposer=NGRAM), Spent(elapsed_us, elapsed_us))
+        guesses = self._index.propose(wanted.num_tokens)
+        spent_us = int((time.perf_counter() - started) * 1e6)
+        return Proposed(
+            Proposal(guesses, proposer=NGRAM),
+            DraftReport(spent_us, spent_us, spent_us, asked=wanted.num_tokens),
+        )
 
     def close(self) -> None:
         pass
 
 
 class DraftModel:
-    """Asks a draft worker. After a failure it is left alone for a second, so that a draft that
-    is away or stuck costs its session one timeout a second at most."""
+    """Asks a draft worker between two verifications, or with fan-out while one runs: the verdict
+    then selects what was prepared for it (outrider.remote.outcomes)."""
 
     def __init__(
         self,
-        remote: RemoteSession,
+        log: TokenLog,
+        draft: DraftSession,
+        spec: GenerationSpec,
+        forecast: Forecast,
         *,
         vocab_size: int,
         timeout_s: float,
         num_alternatives: int = 0,
+        use: BufferUse | None = None,
     ) -> None:
         """`num_alternatives` next-best guesses are asked for beside each guess."""
-        self._remote = remote
-        self._num_alternatives = num_alternatives
-        self._vocab_size = vocab_size
+        self._log = log
         self._timeout_s = timeout_s
-        self._not_before = 0.0
-        self._unfit: OutriderError | None = None
+        self._speculation = Speculation(
+            DraftPlan("", 0, 0, timeout_s, 0, num_alternatives),
+            spec,
+            draft,
+            vocab_size,
+            forecast,
+            self._resume,
+            use=use or BufferUse(),
+            # What comes during a pass is not where the verdict is.
+            runs_ahead=False,
+        )
+        self._base_len = -1
+        """Of the log when it last had a part in a round."""
+        self._chosen: asyncio.Future[Chosen] | None = None
+        """What a round waits for."""
 
-    async def propose(self, num_tokens: int, deadline: float) -> Proposed:
-        if self._unfit:
-            raise self._unfit
-        now = time.monotonic()
-        if now < self._not_before and self._remote.link.up:
-            raise Unsupported("the draft failed a moment ago")
-        try:
-            return await self._propose(num_tokens, min(deadline, now + self._timeout_s))
-        except (FailedPrecondition, InvalidArgument, Unsupported) as error:
-            # It cannot serve this session and never will: its context is full, say.
-            self._unfit = error
-            raise
-        except OutriderError:
-            self._not_before = time.monotonic() + _RETRY_AFTER_S
-            raise
+    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+        speculation = self._speculation
+        speculation.plan = replace(
+            speculation.plan,
+            num_speculative_tokens=wanted.num_tokens,
+            fan_out=wanted.fan_out,
+            end_len=wanted.end_len,
+            timeout_s=max(min(self._timeout_s, deadline - time.monotonic()), 0.0),
+        )
+        base_len, self._base_len = self._base_len, len(self._log)
+        if wanted.last is None:
+            speculation.starts(self._log, _NOTHING)
+            return Proposed()
+        if base_len + len(wanted.last.token_ids) != len(self._log):
+            speculation.end()  # What was asked is about rounds that others have had since.
+        self._chosen = asyncio.get_running_loop().create_future()
+        chosen = speculation.choose(self._log, wanted.last) or await self._chosen
+        return Proposed(chosen.proposal, chosen.report)
 
-    async def _propose(self, num_tokens: int, deadline: float) -> Proposed:
-        def set_op(entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
-            entry.propose.delta.CopyFrom(delta)
-            entry.propose.num_speculative_tokens = num_tokens
-            entry.propose.alternatives = self._num_alternatives
-
-        reply = await self._remote.call(set_op, deadline)
-        if not reply.HasField("proposed"):
-            raise Unsupported("the draft's reply holds no proposal")
-        proposal = proposal_from_proto(reply.proposed.proposal, vocab_size=self._vocab_size)
-        # A draft that guesses on unasked would fill the target's passes.
-        proposal = proposal.within(num_tokens, self._num_alternatives)
-        return Proposed(proposal, Spent.of(reply, reply.proposed.timing))
+    def _resume(self, chosen: Chosen) -> None:
+        if self._chosen is not None and not self._chosen.done():
+            self._chosen.set_result(chosen)
 
     def close(self) -> None:
-        self._remote.cancel()
-        self._remote.close()
+        self._speculation.end()
+
+
+def draft_session(
+    log: TokenLog, link: WorkerLink, remote: RemoteSession, loop: asyncio.AbstractEventLoop
+) -> DraftSession:
+    """What is asked of a draft from here. `log` is that of `remote`, its own alone."""
+    return DraftSession(
+        log,
+        lambda: link,
+        lambda _: remote,
+        to_loop=loop.call_soon,  # Behind the verification that starts in this turn.
+        to_owner=_at_once,
+    )
+
+
+def _at_once(action: Callable[[], None]) -> None:
+    action()

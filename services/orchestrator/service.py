@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from outrider.errors import InvalidArgument, OutriderError
-from outrider.remote.metrics import watch_links
+from outrider.remote.metrics import watch_buffers, watch_links
 from outrider.rpc.auth import current_caller
 from outrider.rpc.server import Server, run_service
 from outrider.rpc.status import abort_with
@@ -59,6 +59,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         seating: Seating,
         owner: str,
         watch: Watch,
+        learned: Learned,
     ) -> None:
         self._config = config
         self._watch = watch
@@ -69,7 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._running = Running(config.max_concurrent_calls)
         self._lifecycle = Lifecycle(store, registry, owner)
         self._opener = Opener(
-            _surroundings(config, store, registry),
+            _surroundings(config, store, registry, learned),
             Defaults(config.pinned_length, config.proposer, Durability(config.durability)),
             self._threads,
             owner=owner,
@@ -249,7 +250,7 @@ async def _stream(
 
 
 def _surroundings(
-    config: OrchestratorConfig, store: SessionStore, registry: ModelRegistry
+    config: OrchestratorConfig, store: SessionStore, registry: ModelRegistry, learned: Learned
 ) -> Surroundings:
     return Surroundings(
         store=store,
@@ -263,7 +264,7 @@ def _surroundings(
         fan_out=config.fan_out,
         alternatives=config.alternatives,
         max_speculative_tokens=config.max_speculative_tokens,
-        learned=Learned(),
+        learned=learned,
     )
 
 
@@ -282,6 +283,7 @@ def _watch(
     store: SessionStore,
     registry: ModelRegistry,
     admission: Admission,
+    learned: Learned,
 ) -> Watch:
     """Tell of requests, the store and the workers."""
     if telemetry.metrics is not None:
@@ -294,6 +296,7 @@ def _watch(
             telemetry.metrics,
             {tier: functools.partial(registry.links, tier) for tier in (TARGET, DRAFT)},
         )
+        watch_buffers(telemetry.metrics, learned.buffer_uses)
     return Watch(
         telemetry,
         trace_every=config.trace_every,
@@ -324,6 +327,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
     admission = Admission(config.admission_limits, Callers.parse(config.caller_limits), seating)
     registry.listen(admission.dispatch)
     seating.on_free(admission.dispatch)
+    learned = Learned()
     board = Board(store.sibling(SCRIPT), registry, owner, admission.num_waiting)
     try:
         await registry.connect(
@@ -336,7 +340,8 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             admission,
             seating,
             owner=owner,
-            watch=_watch(config, telemetry, store, registry, admission),
+            watch=_watch(config, telemetry, store, registry, admission, learned),
+            learned=learned,
         )
         board.start()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]

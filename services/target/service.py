@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.config import setting
 from outrider.engine.loaded_model import LoadedModel
-from outrider.remote.metrics import watch_links
+from outrider.remote.metrics import watch_buffers, watch_links
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import Server, run_service
 from outrider.telemetry.catalog import DRAFT, TARGET
@@ -15,7 +15,6 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.worker.service import WorkerConfig, serve_worker
 from outrider.worker.servicer import Context, WorkerServicer, chunks
 from services.target.drafts import DraftPool
-from services.target.metrics import watch_buffer
 from services.target.verifier import Verifier
 
 CAPABILITIES = (
@@ -139,7 +138,7 @@ def _make_tier(
         tree_rows=config.tree_rows if loaded.device.type == "cuda" else 0,
     )
     if telemetry.metrics:
-        watch_buffer(telemetry.metrics, verifier.buffer_use, model=loaded.name)
+        watch_buffers(telemetry.metrics, lambda: {loaded.name: verifier.buffer_use})
     return verifier
 
 

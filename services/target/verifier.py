@@ -11,6 +11,7 @@ from outrider.engine.rows import Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
 from outrider.errors import InvalidArgument, Unsupported
+from outrider.remote.outcomes import BufferUse, Chosen, Speculation, proposal_for
 from outrider.sampling import (
     BlockOutcome,
     Chain,
@@ -19,6 +20,7 @@ from outrider.sampling import (
     verify_tokens,
     verify_tree,
 )
+from outrider.speculation.forecast import Forecast
 from outrider.types import MAX_ALTERNATIVES, DraftReport, GenerationSpec, Proposal, Verdict
 from outrider.v1 import worker_pb2
 from outrider.wire import (
@@ -30,8 +32,6 @@ from outrider.wire import (
 from outrider.worker.sessions import Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
 from services.target.drafts import DraftPool
-from services.target.fan_out import Forecast
-from services.target.speculation import BufferUse, Chosen, Speculation, proposal_for
 
 MAX_MORE_ROUNDS = 1024
 
@@ -272,6 +272,7 @@ def _by_draw(work: Work) -> Verdict:
         tuple(own[row] for row in round_.rows),
         num_accepted=len(round_.accepted),
         num_proposed=round_.proposal.length,
+        num_beside=len(round_.proposal) - round_.proposal.length,
     )
 
 

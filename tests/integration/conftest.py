@@ -118,21 +118,24 @@ async def guessing(
     stack: Rig, parts: Parts, request: pytest.FixtureRequest
 ) -> AsyncIterator[Guessing]:
     """The shared target behind an orchestrator whose draft does what a test tells it, asked by the
-    target or by the orchestrator."""
+    target or by the orchestrator; with "ahead" for a parameter by that while verifications run."""
 
     async def silent(ask: Ask, say: Say) -> None:
         pass
 
-    async with ScriptedDraft(await stack.info(stack.targets[0]), silent) as draft:
+    truth, ahead = Truth(), request.param == "ahead"
+    info = await stack.info(stack.targets[0])
+    async with ScriptedDraft(info, silent, truth if ahead else None) as draft:
         async with parts.orchestrator(
             stack.store_url,
             targets=stack.targets,
             drafts=[draft.address],
             draft_timeout_s=0.8,
-            drafting=request.param,
+            drafting="relayed" if ahead else request.param,
+            fan_out=4,
         ) as rig:
             rig.drafts = ()  # `held` asks real workers only
-            yield Guessing(rig, draft, Truth())
+            yield Guessing(rig, draft, truth, ahead)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -33,7 +33,7 @@ from outrider.errors import OutriderError
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.token_log import TokenLog
 from outrider.types import Proposal, SpeculationStats, new_nonce
-from outrider.v1 import draft_pb2_grpc, worker_pb2
+from outrider.v1 import common_pb2, draft_pb2_grpc, worker_pb2
 from outrider.v1.generation_pb2_grpc import GenerationServiceStub
 from outrider.wire import proposal_to_proto
 from outrider.worker.sessions import TokensMissing, advance_base
@@ -297,7 +297,8 @@ Say = Callable[[worker_pb2.Reply], None]
 @dataclass(frozen=True)
 class Ask:
     """A ProposeEntry: guesses wanted after `tokens`, of which `prompt_len` are the prompt, and
-    `alternatives` beside each."""
+    `alternatives` beside each. Of one that asks ahead, `tokens` are those after its `outcome` that
+    will come about: so many guesses accepted, then this token."""
 
     header: worker_pb2.EntryHeader
     tokens: tuple[int, ...]
@@ -305,6 +306,7 @@ class Ask:
     wanted: int
     seed: int
     alternatives: int = 0
+    outcome: tuple[int, int] | None = None
 
     @property
     def position(self) -> int:
@@ -313,7 +315,15 @@ class Ask:
 
     def reply(self, proposal: Proposal) -> worker_pb2.Reply:
         """The right answer with these guesses."""
-        proposed = worker_pb2.Proposed(proposal=proposal_to_proto(proposal))
+        return self.raw(proposal_to_proto(proposal))
+
+    def raw(self, proposal: common_pb2.Proposal) -> worker_pb2.Reply:
+        proposed = worker_pb2.Proposed()
+        if self.outcome is None:
+            proposed.proposal.CopyFrom(proposal)
+        else:
+            accepted, token_id = self.outcome
+            proposed.outcomes.add(num_accepted=accepted, token_id=token_id, proposal=proposal)
         return _answer(self.header, worker_pb2.Reply(proposed=proposed))
 
 
@@ -331,11 +341,15 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 
     It keeps its sessions' logs as a worker must. `asks` are those that came; `closed` the
     sessions that were closed. `stop` breaks all streams; `start` comes back, at the same port and
-    as another incarnation.
+    as another incarnation. With the `truth` it can be asked ahead, and has a device of its own: it
+    knows which outcome will come about, and prepares for no other.
     """
 
-    def __init__(self, target: worker_pb2.InfoResponse, script: Script) -> None:
+    def __init__(
+        self, target: worker_pb2.InfoResponse, script: Script, truth: "Truth | None" = None
+    ) -> None:
         self.script = script
+        self._truth = truth
         self.asks: list[Ask] = []
         self.closed: set[str] = set()
         self.cancelled = 0
@@ -345,6 +359,9 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self._info.CopyFrom(target)
         self._info.model = "scripted"
         self._info.capabilities.append("alternatives")
+        if truth is not None:
+            self._info.capabilities.append("ahead")
+            self._info.device_id = "scripted"
         self._server: grpc.aio.Server
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -424,13 +441,20 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
             need = worker_pb2.NeedTokens(**{"from": missing.start})
             say(_answer(entry.header, worker_pb2.Reply(need_tokens=need)))
             return
+        tokens, prompt_len, outcome = tuple(session.log.tokens), session.spec.prompt_len, None
+        if entry.propose.HasField("ahead"):
+            assert self._truth is not None and sum(entry.propose.ahead.fan_out) > 0
+            pending = tuple(entry.propose.ahead.pending.token_ids)
+            outcome = self._truth.outcome(tokens, prompt_len, pending)
+            tokens = (*tokens, *pending[: outcome[0]], outcome[1])
         ask = Ask(
             header=entry.header,
-            tokens=tuple(session.log.tokens),
-            prompt_len=session.spec.prompt_len,
+            tokens=tokens,
+            prompt_len=prompt_len,
             wanted=entry.propose.num_speculative_tokens,
             seed=session.spec.sampling.seed,
             alternatives=entry.propose.alternatives,
+            outcome=outcome,
         )
         self.asks.append(ask)
         task = asyncio.ensure_future(self.script(ask, say))
@@ -468,6 +492,17 @@ class Truth:
         """Which of the prompts it is, as numbered when they were learnt."""
         return self._numbers[ask.tokens[: ask.prompt_len]]
 
+    def outcome(
+        self, base: tuple[int, ...], prompt_len: int, pending: tuple[int, ...]
+    ) -> tuple[int, int]:
+        """How the verification of guesses on a base ends: so many accepted, then this token. Of
+        what was not learnt (sampled by distributions, say) anything."""
+        output = self._outputs.get(base[:prompt_len], ())[len(base) - prompt_len :]
+        accepted = 0
+        while accepted < min(len(pending), len(output)) and pending[accepted] == output[accepted]:
+            accepted += 1
+        return accepted, output[accepted] if accepted < len(output) else 0
+
     def after(self, ask: Ask) -> list[int]:
         """The right guesses; fewer than wanted where the output ends."""
         output = self._outputs[ask.tokens[: ask.prompt_len]]
@@ -476,8 +511,9 @@ class Truth:
 
 @dataclass
 class Guessing:
-    """An orchestrator whose only draft is scripted."""
+    """An orchestrator whose only draft is scripted; `ahead`: it is asked while rounds run."""
 
     rig: Rig
     draft: ScriptedDraft
     truth: Truth
+    ahead: bool = False

@@ -18,7 +18,11 @@ from outrider.types import Proposal, SparseDistribution, VerificationMode
 from outrider.v1 import common_pb2, worker_pb2
 from scripted_workers import Ask, Guessing, Say, Script, Truth, total, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(60),
+    pytest.mark.parametrize("guessing", ["direct", "relayed", "ahead"], indirect=True),
+]
 
 K = 4
 LENGTH = 32
@@ -73,6 +77,7 @@ async def run_by_distributions(guessing: Guessing) -> list[Completion]:
         temperature=1.0,
         mode=VerificationMode.REJECTION,
         num_speculative_tokens=K,
+        fan_out=0,  # What is to come cannot be known.
     )
     assert all(len(d.token_ids) == LENGTH for d in done)
     return done
@@ -86,6 +91,7 @@ async def test_right_guesses_are_all_accepted(guessing: Guessing) -> None:
 
     stats = total(await run(guessing, script))
     assert stats.accepted == stats.proposed > 60 and stats.fallback_rounds == 0
+    assert stats.buffer_misses == 0 and (stats.buffer_hits > 15) is guessing.ahead
 
 
 async def test_late_answers_are_dropped(guessing: Guessing) -> None:
@@ -176,9 +182,7 @@ def _tree(ask: Ask, truth: Truth, parents: Sequence[int]) -> worker_pb2.Reply:
 
 
 def _raw(ask: Ask, proposal: common_pb2.Proposal) -> worker_pb2.Reply:
-    reply = ask.reply(Proposal())
-    reply.proposed.proposal.CopyFrom(proposal)
-    return reply
+    return ask.raw(proposal)
 
 
 def _with_distributions(
@@ -263,7 +267,7 @@ async def test_right_leaves_beside_wrong_guesses_are_accepted(
         forks.append(fork)
         say(ask.reply(Proposal((*chain, right[fork]), parents=parents)))
 
-    stats = total(await run(guessing, script, alternatives=1, **sampling))
+    stats = total(await run(guessing, script, alternatives=1, fan_out=0, **sampling))
     assert stats.accepted == sum(fork + 1 for fork in forks) and len(forks) > 20
     assert len(set(forks)) == K and stats.fallback_rounds == stats.dropped_proposals == 0
 
@@ -302,7 +306,8 @@ async def test_alternatives_are_asked_for_where_they_can_be_given(guessing: Gues
     async def asked(**options: Any) -> set[int]:
         draft.script = script
         draft.asks.clear()
-        await rig.complete("how many", max_tokens=8, num_speculative_tokens=2, **options)
+        common = {"max_tokens": 8, "num_speculative_tokens": 2, "fan_out": 0}
+        await rig.complete("how many", **common, **options)
         return {ask.alternatives for ask in draft.asks}
 
     assert await asked() == {0}
@@ -324,6 +329,31 @@ async def test_alternatives_are_asked_for_where_they_can_be_given(guessing: Gues
         draft.capabilities.append("alternatives")
         await draft.start()
         await until(lambda: asks_for(3), "a draft that has them again is asked for them", 15)
+
+
+OUTCOMES: dict[str, Callable[[worker_pb2.Proposed], Any]] = {
+    "none": lambda found: found.ClearField("outcomes"),
+    "behind the end": lambda found: found.outcomes.add(num_accepted=K + 1, token_id=1),
+    "far behind the end": lambda found: found.outcomes.add(num_accepted=(1 << 32) - 1),
+    "no token": lambda found: found.outcomes.add(token_id=(1 << 32) - 1),
+    "the same again": lambda found: found.outcomes.add().CopyFrom(found.outcomes[0]),
+    "sixty more": lambda found: [found.outcomes.add(token_id=t) for t in range(60)],
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+async def test_strange_outcomes_change_nothing(guessing: Guessing, name: str) -> None:
+    """Sent beside the right one, and not asked for; a base of its own has none."""
+
+    async def script(ask: Ask, say: Say) -> None:
+        reply = right(ask, guessing.truth)
+        if ask.outcome is not None:
+            OUTCOMES[name](reply.proposed)
+        say(reply)
+
+    stats = total(await run(guessing, script))
+    assert stats.recovered == stats.fallback_rounds == stats.dropped_proposals == 0
+    assert stats.proposed > 60 or (guessing.ahead and name == "none" and stats.buffer_misses > 60)
 
 
 async def test_more_guesses_than_asked_for_change_nothing(guessing: Guessing) -> None:

@@ -4,10 +4,11 @@ Counts are asserted beside each identity, so that silent plain decoding fails it
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 from scipy.stats import chisquare
 
@@ -85,6 +86,64 @@ async def test_proposals_prepared_ahead_change_no_token(
         print(f"fan-out {fan_out}: {stats.buffer_hits} hits, {stats.buffer_misses} misses")
         assert stats.buffer_hits >= 12 and stats.buffer_misses >= (12 if fan_out == 1 else 1)
         assert ids(done) == ids(plain), f"k={k}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def relayed(stack: Rig, parts: Parts) -> AsyncIterator[Rig]:
+    """The shared workers behind an orchestrator that asks the draft by itself."""
+    async with parts.orchestrator(
+        stack.store_url, targets=stack.targets, drafts=stack.drafts, drafting="relayed"
+    ) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize(("fan_out", "k"), [(1, 4), (8, 1), (8, 4), (40, 8)])
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+async def test_outcomes_selected_at_the_orchestrator_change_no_token(
+    relayed: Rig, sampling: dict[str, Any], fan_out: int, k: int
+) -> None:
+    options = {"max_tokens": 36, "seeds": True, "proposer": "draft", **sampling}
+    plain = await relayed.complete_all(PROMPTS, num_speculative_tokens=0, **options)
+    before = await relayed.held()
+    streams = await relayed.streams(PROMPTS, num_speculative_tokens=k, fan_out=fan_out, **options)
+    check_counts("draft", streams, k)
+    done = [collect(chunks) for chunks in streams]
+    stats = total(done)
+    print(f"fan-out {fan_out}: {stats.buffer_hits} hits, {stats.buffer_misses} misses")
+    assert stats.buffer_hits >= 12 and stats.buffer_misses >= (12 if fan_out == 1 else 1)
+    assert ids(done) == ids(plain)
+    await relayed.returns_to(before)
+
+
+async def test_outcomes_selected_at_the_orchestrator_bring_their_distributions(
+    relayed: Rig, reference: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    """The third token too, which may come of a proposal that was prepared ahead."""
+    options = {"temperature": 1.0, "top_k": 3, "max_tokens": 5, "num_speculative_tokens": 1}
+    runs = await relayed.complete_all(
+        [PROMPTS[2]] * 256, seeds=True, mode=VerificationMode.REJECTION, fan_out=4, **options
+    )
+    stats = total(runs)
+    print(f"rejection: accepted {stats.accepted} of {stats.proposed}, {stats.buffer_hits} hits")
+    assert 0 < stats.accepted < stats.proposed and stats.recovered > 20 and stats.bonus > 20
+    assert stats.buffer_hits > 100 and stats.buffer_misses > 5
+    assert stats.fallback_rounds == stats.dropped_proposals == 0
+    prompt_ids = await relayed.client.tokenize(PROMPTS[2])
+    expected = {(): float(len(runs))}
+    for _ in range(3):
+        expected = {
+            (*tokens, token): count * p
+            for tokens, count in expected.items()
+            for token, p in _top(reference([*prompt_ids, *tokens])[-1], 3)
+        }
+    seen = Counter(done.token_ids[:3] for done in runs)
+    assert set(seen) <= set(expected)
+    often = [tokens for tokens, count in expected.items() if count >= 5]
+    observed, wanted = [seen[t] for t in often], [expected[t] for t in often]
+    assert len(often) >= 6
+    observed.append(len(runs) - sum(observed))
+    wanted.append(len(runs) - sum(wanted))
+    assert chisquare(observed, wanted).pvalue > 1e-4, (seen, expected)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])

@@ -113,6 +113,20 @@ def test_off_is_plain_for_as_long_as_it_takes():
         assert policy.plain_rounds() == ALWAYS
 
 
+def test_rows_of_ones_own_alternatives_are_nobody_elses():
+    """A session that is alone, each of whose guesses has one beside it, thinks itself alone."""
+    load, pool = TargetLoad(), ProposerPool("draft")
+    policy = AdaptiveController(load, [pool])
+    for _ in range(60):
+        k = policy.next_length()
+        policy.observe(
+            Observation(k, k, 0.001, 0.02 + 0.001 * 2 * k, 1 + 2 * k, num_asked=k, num_beside=k)
+        )
+    assert policy.next_length() > 2
+    # With rows of others that were its own a plain round would be thought to have them, too.
+    assert policy.decision.inputs["plain_s"] == pytest.approx(0.02, rel=0.03)
+
+
 def test_a_cap_is_not_exceeded():
     lengths, _, _ = play(controller(Limits(cap=3)), lambda i: 0.97, 200)
     assert max(lengths) == 3 and lengths[-1] == 3

@@ -44,6 +44,18 @@ def test_a_row_that_costs_more_makes_proposals_shorter():
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-2] > lengths[-1] == 0
 
 
+def test_the_rows_of_alternatives_cost_as_rows_of_guesses_do():
+    """Sequentially: what is prepared ahead are chains alone."""
+    wide = [offer(0.8, rows_a_guess=3.0), dataclasses.replace(COSTS, others_tokens_per_s=90.0)]
+    dear = [offer(0.8), dataclasses.replace(wide[1], row_s=3 * COSTS.row_s)]
+    for found, expected in zip(plans(*wide), plans(*dear), strict=True):
+        assert found == pytest.approx(expected)
+    ahead = offer(0.8, ranks=RankCounts())
+    best = plans(ahead, COSTS, Mode.PIPELINED)
+    beside = plans(dataclasses.replace(ahead, rows_a_guess=3.0), COSTS, Mode.PIPELINED)
+    assert best == beside and all(plan.fan_out for plan in best)
+
+
 def test_a_guess_is_worth_its_row_to_the_whole_batch():
     """A row pays while its guess's chance to survive exceeds its seconds times tokens/s."""
     others = 300.0

@@ -17,12 +17,12 @@ from worker_harness import (
 )
 
 from outrider.errors import DeadlineExceeded
+from outrider.remote.asking import Ask, fill_for
 from outrider.sampling import Chain, verify_blocks
+from outrider.speculation.forecast import Forecast, Shared
 from outrider.types import Proposal, SamplingParams, TokenSource
 from outrider.v1 import worker_pb2
 from outrider.wire import proposal_from_proto, run_ahead_from_proto
-from services.target.drafts import Ask, fill_for
-from services.target.fan_out import Forecast, Shared
 
 SPEC = SPECS["rejection"]
 LONG = {"rounds": 200, "end_len": len(PROMPT) + 120}

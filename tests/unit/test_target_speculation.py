@@ -23,11 +23,11 @@ from worker_harness import (
 )
 
 from outrider.errors import DeadlineExceeded
+from outrider.remote.asking import Answer
+from outrider.speculation.forecast import Shared
 from outrider.types import DraftPlan, GenerationSpec, Proposal, SamplingParams
 from outrider.wire import plan_to_proto, report_from_proto
 from outrider.worker.worker import Worker, WorkerLimits
-from services.target.drafts import Answer
-from services.target.fan_out import Shared
 from services.target.verifier import Verifier
 
 GREEDY = GenerationSpec(SamplingParams())
@@ -259,6 +259,11 @@ def test_alternatives_change_no_token_and_make_rounds_longer(make_rig, mode, alt
     assert not reply.header.more
     assert {ask.num_alternatives for _, ask in trees.drafts.asks} == {alternatives}
     assert accepted_leaves(trees) >= 10 and accepted_leaves(chains) == 0
+    beside = [
+        (verdict.num_beside, len(tree) - tree.length) for verdict, tree in with_proposals(trees)
+    ]
+    assert all(own == of_tree for own, of_tree in beside) and len({own for own, _ in beside}) > 1
+    assert {verdict.num_beside for verdict in chains.verdicts} == {0}
     assert mean_acceptance_length(trees) > mean_acceptance_length(chains) + 0.1
     assert all(v.num_accepted <= v.num_proposed <= 3 for v in trees.verdicts)
 

@@ -225,7 +225,8 @@ LOGPROBS = (
 def test_verdicts_and_timings_come_back():
     timing = WorkTiming(queue_us=1, compute_us=2, batch_rows=3)
     ahead = [Verdict((3, 4), 1, 1, run_ahead=told) for told in (True, False)]
-    for verdict in (Verdict((3, 4), 1, 5, LOGPROBS), Verdict((7,), 0, 0), *ahead):
+    tree = Verdict((3, 4), 1, 5, num_beside=7)
+    for verdict in (Verdict((3, 4), 1, 5, LOGPROBS), Verdict((7,), 0, 0), *ahead, tree):
         message = over_the_wire(wire.verified_to_proto(verdict, timing))
         assert wire.verdict_from_proto(message) == verdict
         assert wire.timing_from_proto(message.timing) == timing

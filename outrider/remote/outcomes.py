@@ -1,18 +1,23 @@
-"""Rounds that a target goes on with by itself: where each one's proposal comes from.
+"""Rounds with a draft: where each one's proposal comes from.
 
 Without fan-out a draft is asked after each verdict, and the session waits for the answer. With it
 the draft prepares, while a block is being verified, the next proposal for the likeliest outcomes
 (the outcome buffer); the verdict selects one at once, and where none fits the round is a plain one.
-Where guesses travel with distributions, and answers mostly come in time, one of the outcomes is a
-run-ahead guess: if it is there when the pass is over, the verdict takes it in as one more guess.
+This is the same at a target that goes on by itself and at an orchestrator that asks between two
+verifications. At the target one more thing is possible, where guesses travel with distributions and
+answers mostly come in time: one of the outcomes is a run-ahead guess, and if it is there when the
+pass is over, the verdict takes it in as one more guess.
 """
 
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unsupported
+from outrider.remote.asking import Answer, Ask, Asked
+from outrider.speculation.forecast import Forecast
 from outrider.token_log import TokenLog
 from outrider.types import (
     MAX_ALTERNATIVES,
@@ -24,8 +29,6 @@ from outrider.types import (
 )
 from outrider.v1 import common_pb2, worker_pb2
 from outrider.wire import proposal_from_proto, run_ahead_from_proto
-from services.target.drafts import Answer, Ask, Asked, DraftSession
-from services.target.fan_out import Forecast
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +74,40 @@ class BufferUse:
         self.guesses_unused += guesses * (outcomes - used)
 
 
+class Draft(Protocol):
+    """A session on a draft (outrider.remote.asking). One question at a time."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether asking is of any use now."""
+
+    def ask(
+        self, log: TokenLog, asked: Asked, timeout_s: float, on_answer: Callable[[], None]
+    ) -> None:
+        """Have a question about `log` as it is now answered in `asked`."""
+
+    def cancel(self) -> None:
+        """What was asked is not wanted any more."""
+
+
 @dataclass(slots=True)
 class Speculation:
-    """The speculation of one entry; the worker's thread owns it.
+    """The rounds of one session with one draft; one thread owns it.
 
     `resume` is called with what was chosen, for a round that `choose` had to leave open. `room`
-    says how many alternatives each of so many guesses may have now.
+    says how many alternatives each of so many guesses may have now. `runs_ahead`: whoever verifies
+    calls `passed`, and takes a run-ahead guess in.
     """
 
     plan: DraftPlan
     spec: GenerationSpec
-    draft: DraftSession
+    draft: Draft
     vocab_size: int
     forecast: Forecast
     resume: Callable[[Chosen], None]
     room: Callable[[int], int] = lambda length: MAX_ALTERNATIVES
     use: BufferUse = field(default_factory=BufferUse)
+    runs_ahead: bool = True
     _asked: Asked | None = None
     _open: Verdict | None = None
     """The verdict whose round waits for the draft."""
@@ -195,7 +216,12 @@ class Speculation:
             late = isinstance(answer.error, DeadlineExceeded)
             return Chosen(report=replace(report, failed=True, dropped=int(late)))
         spent = answer.spent
-        report = replace(report, worker_us=spent.worker_us, compute_us=spent.compute_us)
+        report = replace(
+            report,
+            worker_us=spent.worker_us,
+            compute_us=spent.compute_us,
+            took_us=answer.trip_us,
+        )
         try:
             if not ask.fan_out:
                 return Chosen(self._take(answer.proposed.proposal, ask), report)
@@ -229,7 +255,7 @@ class Speculation:
         if not wanted or not self.draft.usable:
             return
         self._log = log
-        ahead = self.spec.uses_distributions and self.forecast.in_time
+        ahead = self.runs_ahead and self.spec.uses_distributions and self.forecast.in_time
         fan_out = self.forecast.fan_out(len(pending), self.plan.fan_out, run_ahead=ahead)
         length = self._length(len(log) + 1)
         self._asked = self._ask(Ask(length, pending.token_ids, fan_out, run_ahead=ahead))
