@@ -1,7 +1,7 @@
 """The `outrider` command.
 
 Exit codes: 0 done, 1 an error, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM (0 for `up`, which is ended
-so).
+so). Of `doctor`: 0 all is well, 1 worth a look, 2 something fails.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import __version__, errors
-from outrider.cli import bench, chat, generate, plan, sessions, simulate, top, up
+from outrider.cli import bench, chat, doctor, generate, plan, sessions, simulate, top, up
 from outrider.cli.progress import show_log
 from outrider.cli.stack import StackError
 
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (up, generate, chat, sessions, bench, plan, simulate, top):
+    for command in (up, generate, chat, sessions, bench, plan, simulate, top, doctor):
         command.add_parser(subparsers)
     return parser
 

@@ -71,18 +71,27 @@ def add_connection(parser: argparse.ArgumentParser, *, required: bool = False) -
         help="one, or several of equal rights with commas between them; a resolver's as "
         "dns:///name:port" + ("" if required else "; default: a stack of its own"),
     )
-    group.add_argument("--ca-file", default="", metavar="PEM", help="verify the server; TLS on")
-    group.add_argument("--cert-file", default="", metavar="PEM", help="client certificate")
-    group.add_argument("--key-file", default="", metavar="PEM", help="key of the certificate")
-    group.add_argument("--token-file", default="", metavar="FILE", help="bearer token")
+    add_credentials(group)
     group.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="deadline of a call"
     )
 
 
+def add_credentials(group: "argparse._ArgumentGroup") -> None:
+    """How the server proves who it is, and the caller to it."""
+    group.add_argument("--ca-file", default="", metavar="PEM", help="verify the server; TLS on")
+    group.add_argument("--cert-file", default="", metavar="PEM", help="client certificate")
+    group.add_argument("--key-file", default="", metavar="PEM", help="key of the certificate")
+    group.add_argument("--token-file", default="", metavar="FILE", help="bearer token")
+
+
 def addresses(args: argparse.Namespace) -> list[str]:
-    """Those that --address names; a resolver's may have commas of its own."""
-    text: str = args.address
+    """Those that --address names."""
+    return split_addresses(args.address)
+
+
+def split_addresses(text: str) -> list[str]:
+    """Addresses with commas between them; a resolver's may have commas of its own."""
     scheme = text.partition(":")[0]
     return [text] if scheme in ("dns", "ipv4", "ipv6") else [a for a in text.split(",") if a]
 

@@ -12,6 +12,7 @@ from outrider.engine import attention, model_files, sharding, synthetic
 from outrider.engine.group import Group
 from outrider.engine.loaded_model import LoadedModel, TokenizerFiles
 from outrider.engine.shard_loading import load_part
+from outrider.engine.weights import weights_digest
 from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,7 +81,7 @@ def load_model(
         model=model,
         config=config,
         tokenizer=read_tokenizer(files.folder),
-        fingerprint=_model_fingerprint(files.folder),
+        fingerprint=weights_digest(files.folder),
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.vocab_size),
         context_length=_context_length(config),
@@ -178,21 +179,6 @@ def _tokenizer_fingerprint(tokenizer: dict[str, Any]) -> str:
         "added": [(token["id"], token["content"]) for token in tokenizer.get("added_tokens", [])],
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def _model_fingerprint(folder: Path) -> str:
-    """SHA-256 over the configuration and the name, size and head of every weight file.
-
-    A safetensors file starts with its table of tensors; that and the first 64 KiB of weights
-    tell models of one architecture apart without reading gigabytes.
-    """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            digest.update(f"{path.name}:{path.stat().st_size}".encode())
-            digest.update(file.read(min(header_size, 1 << 24) + (1 << 16)))
-    return digest.hexdigest()
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""What tells the weights of two models apart, those of one that was trained on included."""
+"""What tells the weights of two models apart, those of one that was trained on included: the
+fingerprint that `Info` tells."""
 
 import hashlib
 import json

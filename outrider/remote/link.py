@@ -15,7 +15,8 @@ import grpc.aio
 from outrider.errors import FailedPrecondition, OutriderError, Unavailable
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.status import error_from_rpc
-from outrider.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
+from outrider.trips import measure
+from outrider.v1 import draft_pb2_grpc, facts_pb2, target_pb2, target_pb2_grpc, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WorkerStub(Protocol):
     Bulk: Any
     Info: Any
     Watch: Any
+    Probe: Any
 
 
 def key_of(header: worker_pb2.EntryHeader | worker_pb2.ReplyHeader) -> ReplyKey:
@@ -266,6 +268,28 @@ class WorkerLink:
         finally:
             call.cancel()
         return bytes(data)
+
+    async def measure(self, samples: int, *, within_s: float) -> facts_pb2.RoundTrips:
+        """Calls and back, beside the stream. Raises OutriderError."""
+
+        async def call() -> None:
+            await self._stub.Info(worker_pb2.InfoRequest(), timeout=within_s)
+
+        try:
+            return await measure(call, samples, within_s=within_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+    async def probe(
+        self, request: worker_pb2.ProbeRequest, timeout_s: float
+    ) -> worker_pb2.ProbeResponse:
+        """What the worker finds when it looks at itself. Raises OutriderError; Unsupported where it
+        cannot, being of an older release."""
+        try:
+            found: worker_pb2.ProbeResponse = await self._stub.Probe(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return found
 
     async def _maintain(self) -> None:
         attempt = 0

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import worker_pb2 as outrider_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/worker.proto2\x8c\x02\n\x0c\x44raftService\x12<\n\x03Run\x12\x17.outrider.v1.RunRequest\x1a\x18.outrider.v1.RunResponse(\x01\x30\x01\x12?\n\x04\x42ulk\x12\x18.outrider.v1.BulkRequest\x1a\x19.outrider.v1.BulkResponse(\x01\x30\x01\x12;\n\x04Info\x12\x18.outrider.v1.InfoRequest\x1a\x19.outrider.v1.InfoResponse\x12@\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x1a.outrider.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/worker.proto2\xcc\x02\n\x0c\x44raftService\x12<\n\x03Run\x12\x17.outrider.v1.RunRequest\x1a\x18.outrider.v1.RunResponse(\x01\x30\x01\x12?\n\x04\x42ulk\x12\x18.outrider.v1.BulkRequest\x1a\x19.outrider.v1.BulkResponse(\x01\x30\x01\x12;\n\x04Info\x12\x18.outrider.v1.InfoRequest\x1a\x19.outrider.v1.InfoResponse\x12@\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x1a.outrider.v1.WatchResponse0\x01\x12>\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x1a.outrider.v1.ProbeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTSERVICE']._serialized_start=67
-  _globals['_DRAFTSERVICE']._serialized_end=335
+  _globals['_DRAFTSERVICE']._serialized_end=399
 # @@protoc_insertion_point(module_scope)

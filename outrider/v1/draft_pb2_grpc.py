@@ -55,6 +55,11 @@ class DraftServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/outrider.v1.DraftService/Probe',
+                request_serializer=outrider_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -89,6 +94,13 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """What it finds when it looks at itself, its KV store and the drafts it reaches.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=outrider_dot_v1_dot_worker__pb2.ProbeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_worker__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class DraftService(object):
             '/outrider.v1.DraftService/Watch',
             outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
             outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DraftService/Probe',
+            outrider_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+            outrider_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

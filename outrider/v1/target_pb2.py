@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import worker_pb2 as outrider_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/worker.proto\"\x15\n\x13GetTokenizerRequest\"$\n\x14GetTokenizerResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xe4\x02\n\rTargetService\x12<\n\x03Run\x12\x17.outrider.v1.RunRequest\x1a\x18.outrider.v1.RunResponse(\x01\x30\x01\x12?\n\x04\x42ulk\x12\x18.outrider.v1.BulkRequest\x1a\x19.outrider.v1.BulkResponse(\x01\x30\x01\x12;\n\x04Info\x12\x18.outrider.v1.InfoRequest\x1a\x19.outrider.v1.InfoResponse\x12@\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x1a.outrider.v1.WatchResponse0\x01\x12U\n\x0cGetTokenizer\x12 .outrider.v1.GetTokenizerRequest\x1a!.outrider.v1.GetTokenizerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/worker.proto\"\x15\n\x13GetTokenizerRequest\"$\n\x14GetTokenizerResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xa4\x03\n\rTargetService\x12<\n\x03Run\x12\x17.outrider.v1.RunRequest\x1a\x18.outrider.v1.RunResponse(\x01\x30\x01\x12?\n\x04\x42ulk\x12\x18.outrider.v1.BulkRequest\x1a\x19.outrider.v1.BulkResponse(\x01\x30\x01\x12;\n\x04Info\x12\x18.outrider.v1.InfoRequest\x1a\x19.outrider.v1.InfoResponse\x12@\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x1a.outrider.v1.WatchResponse0\x01\x12>\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x1a.outrider.v1.ProbeResponse\x12U\n\x0cGetTokenizer\x12 .outrider.v1.GetTokenizerRequest\x1a!.outrider.v1.GetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,5 +37,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTOKENIZERRESPONSE']._serialized_start=90
   _globals['_GETTOKENIZERRESPONSE']._serialized_end=126
   _globals['_TARGETSERVICE']._serialized_start=129
-  _globals['_TARGETSERVICE']._serialized_end=485
+  _globals['_TARGETSERVICE']._serialized_end=549
 # @@protoc_insertion_point(module_scope)

@@ -56,6 +56,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/outrider.v1.TargetService/Probe',
+                request_serializer=outrider_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
+                _registered_method=True)
         self.GetTokenizer = channel.unary_stream(
                 '/outrider.v1.TargetService/GetTokenizer',
                 request_serializer=outrider_dot_v1_dot_target__pb2.GetTokenizerRequest.SerializeToString,
@@ -95,6 +100,13 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """What it finds when it looks at itself, its KV store and the drafts it reaches.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTokenizer(self, request, context):
         """The model's tokenizer, in pieces of at most 64 KiB, so that an orchestrator needs no model
         files of its own.
@@ -125,6 +137,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=outrider_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=outrider_dot_v1_dot_worker__pb2.ProbeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_worker__pb2.ProbeResponse.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTokenizer,
@@ -241,6 +258,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/Watch',
             outrider_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
             outrider_dot_v1_dot_worker__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.TargetService/Probe',
+            outrider_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+            outrider_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

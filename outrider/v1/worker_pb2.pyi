@@ -1,4 +1,5 @@
 from outrider.v1 import common_pb2 as _common_pb2
+from outrider.v1 import facts_pb2 as _facts_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -449,3 +450,35 @@ class WatchResponse(_message.Message):
     pass_us: int
     busy: float
     def __init__(self, incarnation: _Optional[int] = ..., draining: bool = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., pass_us: _Optional[int] = ..., busy: _Optional[float] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("draft_addresses", "samples")
+    DRAFT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    draft_addresses: _containers.RepeatedScalarFieldContainer[str]
+    samples: int
+    def __init__(self, draft_addresses: _Optional[_Iterable[str]] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("received_unix_us", "sent_unix_us", "machine", "kv_store", "drafts")
+    RECEIVED_UNIX_US_FIELD_NUMBER: _ClassVar[int]
+    SENT_UNIX_US_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    KV_STORE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    received_unix_us: int
+    sent_unix_us: int
+    machine: _facts_pb2.MachineFacts
+    kv_store: _facts_pb2.StoreFacts
+    drafts: _containers.RepeatedCompositeFieldContainer[DraftFacts]
+    def __init__(self, received_unix_us: _Optional[int] = ..., sent_unix_us: _Optional[int] = ..., machine: _Optional[_Union[_facts_pb2.MachineFacts, _Mapping]] = ..., kv_store: _Optional[_Union[_facts_pb2.StoreFacts, _Mapping]] = ..., drafts: _Optional[_Iterable[_Union[DraftFacts, _Mapping]]] = ...) -> None: ...
+
+class DraftFacts(_message.Message):
+    __slots__ = ("address", "error", "round_trips")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIPS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    error: str
+    round_trips: _facts_pb2.RoundTrips
+    def __init__(self, address: _Optional[str] = ..., error: _Optional[str] = ..., round_trips: _Optional[_Union[_facts_pb2.RoundTrips, _Mapping]] = ...) -> None: ...

@@ -85,6 +85,11 @@ class KvBlocks:
             counts=self.counts,
         )
 
+    @property
+    def address(self) -> StoreAddress:
+        """Where the store is."""
+        return self._address
+
     def start(self) -> None:
         """Measure the store, and begin. A store that is away is taken up when it is there; one
         that refuses the worker raises FailedPrecondition."""

@@ -2,7 +2,6 @@
 
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,7 +13,6 @@ from outrider.engine.block_copies import BlockCopies
 from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.prefill_cost import measure_prefill
-from outrider.engine.weights import weights_digest
 from outrider.errors import InvalidArgument, Unsupported
 from outrider.kv_store.blocks import KvLayout
 from outrider.kv_store.connection import StoreAddress
@@ -116,9 +114,8 @@ def layout_of(
 ) -> KvLayout:
     """What KV of a model is here, on rank `rank` of `size`."""
     shape = KvShape.of(loaded.config, loaded.dtype)
-    has_files = loaded.folder != Path()
     return KvLayout(
-        model=weights_digest(loaded.folder) if has_files else loaded.fingerprint,
+        model=loaded.fingerprint,
         adapter="",
         quantised=loaded.quantised,
         dtype=str(loaded.dtype).removeprefix("torch."),

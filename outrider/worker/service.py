@@ -93,7 +93,7 @@ async def serve_worker(
     service_name: str,
     make_tier: Callable[[LoadedModel, int], Tier],
     add_servicer: Callable[[Server, WorkerServicer], None],
-    make_servicer: type[WorkerServicer],
+    make_servicer: Callable[..., WorkerServicer],
     capabilities: Callable[[LoadedModel], tuple[str, ...]],
     telemetry: Telemetry,
 ) -> None:
@@ -125,7 +125,11 @@ async def serve_worker(
         loop.run_in_executor(thread, open_store, config, worker, loaded, incarnation)
     )
     servicer = make_servicer(
-        worker, loaded, incarnation=incarnation, capabilities=capabilities(loaded)
+        worker,
+        loaded,
+        incarnation=incarnation,
+        capabilities=capabilities(loaded),
+        kv_blocks=store,
     )
     add_servicer(server, servicer)
     running = loop.run_in_executor(thread, worker.run)

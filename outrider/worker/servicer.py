@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -14,15 +14,19 @@ import outrider
 from outrider.engine.loaded_model import LoadedModel
 from outrider.errors import OutriderError
 from outrider.rpc.status import abort_with
+from outrider.trips import MAX_SAMPLES, unix_us
 from outrider.types import MAX_PROPOSAL_TOKENS
 from outrider.v1 import worker_pb2
 from outrider.wire import require
 from outrider.worker.handover import Handover
+from outrider.worker.kv_blocks import KvBlocks
+from outrider.worker.probing import look_at_kv_store, look_at_machine
 from outrider.worker.watching import Vitals, Watching
 from outrider.worker.worker import Worker
 
 PROTOCOL_VERSION = 1
 _MAX_BATCH = 1024
+_MAX_PROBED = 32
 _MAX_UNREAD = 4096
 """Replies that nobody has read, or messages that wait for the worker, at which a stream is read no
 further: who floods it waits."""
@@ -49,7 +53,9 @@ class WorkerServicer:
         *,
         incarnation: int,
         capabilities: tuple[str, ...],
+        kv_blocks: KvBlocks | None = None,
     ) -> None:
+        self._kv_blocks = kv_blocks
         self._worker = worker
         self.loaded = loaded
         self._incarnation = incarnation
@@ -136,6 +142,28 @@ class WorkerServicer:
                 yield response
         except OutriderError as error:
             await abort_with(context, error)
+
+    async def Probe(
+        self,
+        request: worker_pb2.ProbeRequest,
+        context: "Context[worker_pb2.ProbeRequest, worker_pb2.ProbeResponse]",
+    ) -> worker_pb2.ProbeResponse:
+        found = worker_pb2.ProbeResponse(received_unix_us=unix_us())
+        samples = min(request.samples, MAX_SAMPLES)
+        if samples:
+            found.machine.CopyFrom(await asyncio.to_thread(look_at_machine, self.loaded))
+            if self._kv_blocks is not None:
+                found.kv_store.CopyFrom(await look_at_kv_store(self._kv_blocks, samples))
+            addresses = request.draft_addresses[:_MAX_PROBED]
+            found.drafts.extend(await self.look_at_drafts(addresses, samples))
+        found.sent_unix_us = unix_us()
+        return found
+
+    async def look_at_drafts(
+        self, addresses: Sequence[str], samples: int
+    ) -> list[worker_pb2.DraftFacts]:
+        """The way to each; a worker that asks no drafts knows none."""
+        return []
 
     def info(self) -> worker_pb2.InfoResponse:
         """What the worker is, now."""

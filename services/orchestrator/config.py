@@ -113,6 +113,11 @@ class OrchestratorConfig(ServerConfig):
         help="what a caller may have, as NAME:running=8:waiting=32:weight=2:priority=normal; "
         "NAME * is for all others",
     )
+    admin_callers: tuple[str, ...] = setting(
+        (),
+        help="caller that may ask what `outrider doctor` asks; where callers are not authenticated "
+        "everyone may",
+    )
     max_request_s: float = setting(3600.0, help="longest deadline of a request, and the default")
     session_ttl_s: float = setting(3600.0, help="seconds that a kept session lives unused")
     session_linger_s: float = setting(60.0, help="seconds that other sessions outlive their end")
@@ -185,6 +190,11 @@ class OrchestratorConfig(ServerConfig):
             self.kubernetes_ca,
             self.kubernetes_namespace or "default",
         )
+
+    @property
+    def authenticates(self) -> bool:
+        """Callers need a token."""
+        return bool(self.auth_token_file or self.jwt_keys)
 
     @property
     def room(self) -> Room:

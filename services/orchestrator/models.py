@@ -164,8 +164,10 @@ class ModelRegistry:
             self.targets.refuse(
                 worker,
                 FailedPrecondition(
-                    f"the target at {worker.address} serves another {info.model}: fingerprint "
-                    f"{info.model_fingerprint}, the others have {known.info.model_fingerprint}"
+                    f"the target at {worker.address} (Outrider {info.version}) serves another "
+                    f"{info.model}: fingerprint {info.model_fingerprint}, the others (Outrider "
+                    f"{known.info.version}) have {known.info.model_fingerprint}; it is taken when "
+                    f"none of them has been there for {_REPLACED_AFTER_S:g} s"
                 ),
             )
 

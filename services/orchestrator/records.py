@@ -55,8 +55,9 @@ def plan_of(record: GenerationRecord, session_id: str, model: ServedModel) -> Ge
     began_with = record.engine_versions.get("model", "")
     if began_with != model.info.model_fingerprint:
         raise FailedPrecondition(
-            f"the generation began with {model.name} of fingerprint {began_with}; "
-            f"{model.info.model_fingerprint} is served now, and would go on otherwise"
+            f"the generation began with {model.name} of fingerprint {began_with} (Outrider "
+            f"{record.engine_versions.get('target', 'unknown')}); {model.info.model_fingerprint} "
+            f"(Outrider {model.info.version}) is served now, and might go on otherwise"
         )
     return GenerationPlan(
         request_id=record.request_id,

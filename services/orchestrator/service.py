@@ -18,12 +18,18 @@ from outrider.rpc.status import abort_with
 from outrider.telemetry.catalog import DRAFT, ORCHESTRATOR, TARGET
 from outrider.telemetry.service import Telemetry, start_telemetry
 from outrider.types import Durability, Priority, new_session_id
-from outrider.v1 import generation_pb2, generation_pb2_grpc
+from outrider.v1 import (
+    diagnosis_pb2,
+    diagnosis_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 from outrider.wire import priority_from_proto
 from services.orchestrator.admission import Admission
 from services.orchestrator.board import SCRIPT, Board
 from services.orchestrator.callers import Callers
 from services.orchestrator.config import OrchestratorConfig
+from services.orchestrator.diagnosis import DiagnosisServicer
 from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.learned import Learned
 from services.orchestrator.lifecycle import Lifecycle
@@ -305,8 +311,13 @@ def _watch(
 
 
 async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
-    name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-    server = Server(config, [name])
+    server = Server(
+        config,
+        [
+            generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+            diagnosis_pb2.DESCRIPTOR.services_by_name["DiagnosisService"].full_name,
+        ],
+    )
     store = await SessionStore.connect(
         config.store_url,
         session_ttl_s=config.session_ttl_s,
@@ -347,7 +358,12 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
             servicer, server.grpc
         )
+        diagnosis = DiagnosisServicer(config, store, registry, admission, owner)
+        diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            diagnosis, server.grpc
+        )
         await server.start()
+        diagnosis.listens = server.address
         shown = {"metrics": telemetry.metrics_address} if telemetry.metrics_address else {}
         await server.serving({"models": [model.name for model in registry.models], **shown})
         await server.until_stopped(lambda: servicer.drain(config.drain_s), hang_up=True)

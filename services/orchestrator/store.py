@@ -17,6 +17,7 @@ from typing import Any
 
 from outrider.errors import InvalidArgument
 from outrider.types import Fence, FinishReason, is_session_id, new_nonce
+from outrider.v1 import facts_pb2
 from services.orchestrator.store_client import ScriptClient
 from services.orchestrator.store_index import SessionIndex
 from services.orchestrator.store_refusals import refusal
@@ -125,6 +126,10 @@ class SessionStore:
 
     async def ping(self) -> None:
         await self._client.ping()
+
+    async def look(self, samples: int, timeout_s: float) -> facts_pb2.StoreFacts:
+        """What the store is, and what its user may do there. Raises nothing that it may cause."""
+        return await self._client.look(samples, timeout_s)
 
     async def create(
         self,

@@ -25,14 +25,13 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.redis_url import parse_redis_url, url_error
+from outrider.store_probe import SESSION_RIGHTS, probe_store
+from outrider.v1 import facts_pb2
 from services.orchestrator.store_tls import RenewedSslConnection
 
 MAX_CONNECTIONS = 64
-RIGHTS = (
-    "+ping +eval +evalsha +time +exists +pexpireat +pttl +unlink "
-    "+hget +hmget +hgetall +hexists +hset +hdel +hincrby +strlen +getrange +append "
-    "+zadd +zrem +zcard +zscore +zrange +zrevrange +zremrangebyscore"
-)
+KEY_PREFIX = "outrider:"
+RIGHTS = SESSION_RIGHTS
 """All that an ACL user needs, on keys ~outrider:* (and +select for a database other than 0)."""
 
 _NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNKILLABLE")
@@ -129,6 +128,18 @@ class ScriptClient:
 
     async def ping(self) -> None:
         await self._within_deadline(self._execute("PING"))
+
+    async def look(self, samples: int, timeout_s: float) -> facts_pb2.StoreFacts:
+        """What the store is, and what its user may do there."""
+        return await probe_store(
+            self._redis,
+            address=self.address,
+            rights=RIGHTS,
+            prefix=KEY_PREFIX,
+            samples=samples,
+            timeout_s=timeout_s,
+            explain=lambda error: str(self._translate(error)),
+        )
 
     async def call(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
         """Run the script. The reply's first item is its status."""

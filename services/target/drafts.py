@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_LINKS = 64
 _MAX_SESSIONS = 4096
+_LOOK_S = 2.0
 _NUMBERS_AN_ENTRY = 1 << 20
 """Numbers of entries that a verification's entry may use on the draft: those after its own number
 times this. So numbers grow there too when a session moves from one target to another."""
@@ -150,6 +151,17 @@ class DraftPool:
             _, unused = self._links.popitem(last=False)
             self._closing.add(asyncio.create_task(unused.close()))
         return self._links[address]
+
+    async def look_at(self, address: str, samples: int) -> worker_pb2.DraftFacts:
+        """The way to a draft, over the link that proposals use."""
+        facts = worker_pb2.DraftFacts(address=address)
+        try:
+            link = self.link(address)
+            await link.wait_up(_LOOK_S)
+            facts.round_trips.CopyFrom(await link.measure(samples, within_s=_LOOK_S))
+        except OutriderError as error:
+            facts.error = str(error)
+        return facts
 
     async def close(self) -> None:
         """Hang up."""

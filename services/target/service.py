@@ -1,8 +1,11 @@
 """The target service: a worker that verifies, and the tokenizer for orchestrators."""
 
+import asyncio
+import functools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.config import setting
 from outrider.engine.loaded_model import LoadedModel
@@ -11,7 +14,7 @@ from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import Server, run_service
 from outrider.telemetry.catalog import DRAFT, TARGET
 from outrider.telemetry.service import OFF, Telemetry, start_telemetry
-from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.v1 import target_pb2, target_pb2_grpc, worker_pb2
 from outrider.worker.service import WorkerConfig, serve_worker
 from outrider.worker.servicer import Context, WorkerServicer, chunks
 from services.target.drafts import DraftPool
@@ -30,7 +33,21 @@ CAPABILITIES = (
 
 
 class TargetServicer(WorkerServicer):
-    """The worker protocol, and GetTokenizer."""
+    """The worker protocol, and GetTokenizer; `drafts` are those that it asks by itself."""
+
+    def __init__(self, *args: Any, drafts: DraftPool | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._drafts = drafts
+
+    async def look_at_drafts(
+        self, addresses: Sequence[str], samples: int
+    ) -> list[worker_pb2.DraftFacts]:
+        if self._drafts is None:
+            return []
+        drafts = self._drafts
+        return list(
+            await asyncio.gather(*(drafts.look_at(address, samples) for address in addresses))
+        )
 
     async def GetTokenizer(
         self,
@@ -110,7 +127,7 @@ async def serve(config: TargetConfig) -> None:
             make_tier=lambda loaded, context: _make_tier(
                 loaded, context, config, drafts, telemetry
             ),
-            make_servicer=TargetServicer,
+            make_servicer=functools.partial(TargetServicer, drafts=drafts),
             add_servicer=_add_servicer,
             capabilities=lambda loaded: _capabilities(config, loaded),
             telemetry=telemetry,

@@ -32,6 +32,8 @@ from outrider.rpc.server import Server, ServerConfig
 from outrider.rpc.status import abort_with
 from outrider.rpc.tokens import DEFAULT_TENANT, StaticTokens
 from outrider.v1 import (
+    diagnosis_pb2,
+    diagnosis_pb2_grpc,
     draft_pb2,
     draft_pb2_grpc,
     generation_pb2,
@@ -48,6 +50,8 @@ SERVICES = (
      draft_pb2_grpc.add_DraftServiceServicer_to_server),
     (target_pb2.DESCRIPTOR.services_by_name["TargetService"],
      target_pb2_grpc.add_TargetServiceServicer_to_server),
+    (diagnosis_pb2.DESCRIPTOR.services_by_name["DiagnosisService"],
+     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server),
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc.aio
 
+from outrider.trips import unix_us
 from outrider.types import new_nonce
 from outrider.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc, worker_pb2
 from tiny import make_tokenizer
@@ -43,6 +44,9 @@ class FakeWorker(target_pb2_grpc.TargetServiceServicer, draft_pb2_grpc.DraftServ
             }
         )
         self.watches = watches
+        self.ahead_us = 0
+        """How far its clock is ahead."""
+        self.probes = True
         self.watchers = 0
         self.tokenizers = 0
         self._vitals = worker_pb2.WatchResponse(pass_us=1000)
@@ -95,6 +99,18 @@ class FakeWorker(target_pb2_grpc.TargetServiceServicer, draft_pb2_grpc.DraftServ
             news = self._news
             yield self._vitals
             await news.wait()
+
+    async def Probe(self, request: Any, context: Any) -> worker_pb2.ProbeResponse:
+        if not self.probes:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "an older worker")
+        now = unix_us() + self.ahead_us
+        found = worker_pb2.ProbeResponse(received_unix_us=now, sent_unix_us=now)
+        if request.samples:
+            found.machine.max_open_files = 1 << 20
+            for address in request.draft_addresses:
+                draft = found.drafts.add(address=address)
+                draft.round_trips.samples, draft.round_trips.p50_us = request.samples, 300
+        return found
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.tokenizers += 1

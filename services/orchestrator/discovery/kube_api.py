@@ -1,7 +1,7 @@
 """Kubernetes' API as far as discovery needs it: EndpointSlices of a service, listed and watched.
 
-Blocking, for a thread of its own. Python's own HTTP client does it; the official package would add
-over 120 MB to an image that has 250.
+Blocking, for a thread of its own. Python's own HTTP client does it: no client package that does
+what is needed here fits into the image (docs/design.md §4 has the figures).
 """
 
 import contextlib
