@@ -31,6 +31,7 @@ from outrider.client_values import (
     Message,
     ModelInfo,
     Prompt,
+    Purged,
     RoundReport,
     Session,
     SessionPage,
@@ -61,6 +62,7 @@ __all__ = [
     "ModelInfo",
     "OutriderClient",
     "Prompt",
+    "Purged",
     "ResumePolicy",
     "RoundReport",
     "Session",
@@ -223,6 +225,11 @@ class OutriderClient:
         request = generation_pb2.DeleteSessionRequest()
         fill(request, session_id=session_id)
         await self._unary("DeleteSession", request)
+
+    async def purge_sessions(self) -> Purged:
+        """Remove all your live sessions, and your KV blocks in the workers' store."""
+        request = generation_pb2.PurgeSessionsRequest()
+        return values_from(Purged, await self._unary("PurgeSessions", request))
 
     async def list_models(self) -> tuple[ModelInfo, ...]:
         response = await self._unary("ListModels", generation_pb2.ListModelsRequest())

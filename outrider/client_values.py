@@ -262,6 +262,14 @@ class SessionPage:
     total: int
 
 
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What was removed of a caller's."""
+
+    sessions: int
+    kv_blocks: int
+
+
 def collect(chunks: Iterable[GenerationChunk]) -> Completion:
     """Join the chunks of one stream; InternalError where they do not make one whole."""
     seen = tuple(chunks)

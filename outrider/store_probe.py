@@ -92,6 +92,11 @@ async def probe_store(
     return facts
 
 
+def probe_key(prefix: str) -> str:
+    """A key of the probe's own, in a cluster always in the same slot."""
+    return f"{prefix}{{doctor}}:{secrets.token_hex(8)}"
+
+
 def commands_of(rights: str) -> tuple[str, ...]:
     """The commands that a text of rights names."""
     return tuple(word.removeprefix("+") for word in rights.split() if word.startswith("+"))
@@ -101,7 +106,7 @@ async def _try_rights(
     redis: "Redis", rights: str, prefix: str, facts: facts_pb2.StoreFacts
 ) -> None:
     wanted = set(commands_of(rights))
-    key = f"{prefix}doctor:{secrets.token_hex(8)}"
+    key = probe_key(prefix)
     values: dict[str | int, str | int] = {
         "KEY": key,
         "UNTIL": int(time.time() * 1000) + _KEY_MS,

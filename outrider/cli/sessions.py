@@ -1,4 +1,4 @@
-"""`outrider sessions`: the caller's live sessions listed, shown, exported, deleted."""
+"""`outrider sessions`: the caller's live sessions listed, shown, exported, deleted, purged."""
 
 import argparse
 import dataclasses
@@ -17,6 +17,7 @@ from outrider.cli import options
 from outrider.cli.backend import connect
 from outrider.cli.render import printable
 from outrider.client import OutriderClient, Session, SessionSummary
+from outrider.errors import InvalidArgument
 
 EXPORT_VERSION = 1
 _PAGE = 500
@@ -45,6 +46,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     action.add_argument("--output", type=Path, metavar="FILE", help="default: stdout")
     action = add("delete", run_delete, "remove sessions, running ones too, from every tier")
     action.add_argument("sessions", nargs="+", metavar="ID")
+    action = add(
+        "purge", run_purge, "remove all that is kept of you: your live sessions, your KV blocks"
+    )
+    action.add_argument("--yes", action="store_true", help="really; running sessions end too")
 
 
 async def run_list(args: argparse.Namespace) -> int:
@@ -142,6 +147,20 @@ async def run_delete(args: argparse.Namespace) -> int:
         for session_id in args.sessions:
             await client.delete_session(session_id)
             out.print(f"deleted {session_id}", soft_wrap=True)
+    return 0
+
+
+async def run_purge(args: argparse.Namespace) -> int:
+    out = Console(highlight=False)
+    async with await connect(args) as client:
+        if not args.yes:
+            total = (await client.list_sessions(page_size=1)).total
+            raise InvalidArgument(
+                f"would remove {total} live sessions and all KV blocks of yours; say --yes",
+                field="purge",
+            )
+        purged = await client.purge_sessions()
+    out.print(f"removed {purged.sessions} sessions and {purged.kv_blocks} KV blocks")
     return 0
 
 

@@ -19,11 +19,12 @@ from redis.retry import Retry
 from outrider.errors import InvalidArgument
 from outrider.redis_url import parse_redis_url, url_error
 
-RIGHTS = (
-    "+ping +info +get +mget +set +exists +pexpire +unlink +scan "
-    "+zadd +zremrangebyrank +zrangebyscore"
-)
-"""All that an ACL user needs, on keys ~outrider:kv:* (and +select for a database other than 0)."""
+RIGHTS = "+ping +mget +set +pexpire +unlink +zadd +zremrangebyrank"
+"""All that a worker's ACL user needs, on keys ~outrider:kv:* (and +select for a database other than
+0)."""
+
+READER_RIGHTS = "+zrangebyscore +scan +unlink"
+"""Likewise an orchestrator's, which asks the index, and removes what is a caller's."""
 
 STORE_ERRORS = (redis_errors.RedisError, OSError)
 
@@ -101,8 +102,8 @@ class StoreAddress:
             detail = detail.replace(secret, "***")
         if isinstance(error, redis_errors.NoPermissionError):
             return (
-                f"{self.name} denies its user something ({detail}); grant {RIGHTS} on "
-                "~outrider:kv:*"
+                f"{self.name} denies its user something ({detail}); grant a worker {RIGHTS}, "
+                f"an orchestrator {READER_RIGHTS} on ~outrider:kv:*"
             )
         if is_refusal(error):
             return f"{self.name} refuses the credentials; check user and password of its URL"

@@ -426,6 +426,18 @@ class DeleteSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class PurgeSessionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PurgeSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "kv_blocks")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    kv_blocks: int
+    def __init__(self, sessions: _Optional[int] = ..., kv_blocks: _Optional[int] = ...) -> None: ...
+
 class GetSessionResponse(_message.Message):
     __slots__ = ("session_id", "model", "length", "epoch", "generations", "token_ids", "ttl_seconds", "state", "owner", "age_seconds", "tokenizer_fingerprint")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -65,6 +65,11 @@ class GenerationServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionResponse.FromString,
                 _registered_method=True)
+        self.PurgeSessions = channel.unary_unary(
+                '/outrider.v1.GenerationService/PurgeSessions',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.PurgeSessionsRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.PurgeSessionsResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/outrider.v1.GenerationService/ListModels',
                 request_serializer=outrider_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
@@ -130,6 +135,15 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PurgeSessions(self, request, context):
+        """Removes all that is kept of the caller before it expires: its live sessions, as DeleteSession
+        would, and its KV blocks in the workers' store, which outlive sessions. What has ended and was
+        not kept goes by itself, within a minute by default.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models that are served.
         """
@@ -176,6 +190,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.DeleteSession,
                     request_deserializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_generation__pb2.DeleteSessionResponse.SerializeToString,
+            ),
+            'PurgeSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeSessions,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.PurgeSessionsRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.PurgeSessionsResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -351,6 +370,33 @@ class GenerationService(object):
             '/outrider.v1.GenerationService/DeleteSession',
             outrider_dot_v1_dot_generation__pb2.DeleteSessionRequest.SerializeToString,
             outrider_dot_v1_dot_generation__pb2.DeleteSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/PurgeSessions',
+            outrider_dot_v1_dot_generation__pb2.PurgeSessionsRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.PurgeSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from outrider.config import setting
 from outrider.errors import InvalidArgument
+from outrider.kv_store.connection import StoreAddress
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
 from outrider.telemetry.service import TelemetrySettings
@@ -43,7 +44,10 @@ class OrchestratorConfig(ServerConfig):
     )
     zone: str = setting("", help="zone of this orchestrator; workers of the same one are preferred")
     store_url: str = setting(
-        "redis://127.0.0.1:6379", help="session store: redis://, rediss:// or unix://", secret=True
+        "redis://127.0.0.1:6379",
+        help="session store: redis://, rediss:// or unix://; of several servers "
+        "redis+sentinel://HOST,HOST/SERVICE or redis+cluster://HOST,HOST (rediss+… with TLS)",
+        secret=True,
     )
     store_password_file: str = setting(
         "", help="file with the store's password, where its URL holds none"
@@ -52,6 +56,22 @@ class OrchestratorConfig(ServerConfig):
     store_cert: str = setting("", help="PEM client certificate for the store")
     store_key: str = setting("", help="PEM key of that certificate")
     store_timeout_s: float = setting(2.0, help="seconds that one store operation may take")
+    kv_store_url: str = setting(
+        "",
+        help="where the workers keep KV blocks: its index of prefixes tells where to place a "
+        "session; redis://, rediss:// or unix://. Empty: each orchestrator goes by what it has "
+        "placed itself",
+        secret=True,
+    )
+    kv_store_ca: str = setting("", help="PEM CA of that store's certificate")
+    kv_store_cert: str = setting("", help="PEM client certificate for it")
+    kv_store_key: str = setting("", help="PEM key of that certificate")
+    kv_store_ttl_s: float = setting(
+        3600.0, help="seconds for which a worker's word that it has a prefix is believed"
+    )
+    kv_index_wait_s: float = setting(
+        0.01, help="seconds that a request waits for the index of prefixes at most"
+    )
     store_retry_s: float = setting(
         10.0, help="seconds that a commit is repeated while the store is away"
     )
@@ -166,6 +186,8 @@ class OrchestratorConfig(ServerConfig):
             ("max_wait_s", self.max_wait_s, 0.0),
             ("kv_overcommit", self.kv_overcommit, 0.01),
             ("dns_refresh_s", self.dns_refresh_s, 0.1),
+            ("kv_store_ttl_s", self.kv_store_ttl_s, 1.0),
+            ("kv_index_wait_s", self.kv_index_wait_s, 0.001),
         ):
             if not amount >= minimum:
                 raise InvalidArgument(f"{amount} is not at least {minimum:g}", field=name)
@@ -195,6 +217,15 @@ class OrchestratorConfig(ServerConfig):
     def authenticates(self) -> bool:
         """Callers need a token."""
         return bool(self.auth_token_file or self.jwt_keys)
+
+    @property
+    def kv_store(self) -> StoreAddress | None:
+        """Raises InvalidArgument."""
+        if not self.kv_store_url:
+            return None
+        return StoreAddress(
+            self.kv_store_url, self.kv_store_ca, self.kv_store_cert, self.kv_store_key
+        )
 
     @property
     def room(self) -> Room:

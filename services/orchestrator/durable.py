@@ -170,7 +170,7 @@ class DurableGeneration:
         if self._finished is not None and not self._is_stored:
             await self._finish_late()
         if self._commits is not None:
-            await self._commits.close()
+            await self._commits.close()  # Its error stays what it was.
         with contextlib.suppress(OutriderError):
             lives_s = await self._leave(ended_by)
             index, session_id = self._store.index, self._plan.session_id
@@ -182,6 +182,9 @@ class DurableGeneration:
     async def _leave(self, ended_by: OutriderError | None) -> float:
         """How long the session is alive after this."""
         store, plan = self._store, self._plan
+        if self._finished is not None and self._is_forgotten:
+            await store.delete(self._fence)  # Of its keys some may be left, of use to nobody.
+            return 0.0
         if self._finished is not None:
             return store.kept_s if plan.keep else 0.0
         if self._may_be_resumed(ended_by):
@@ -193,6 +196,12 @@ class DurableGeneration:
             return store.kept_s
         await store.delete(self._fence)
         return 0.0
+
+    @property
+    def _is_forgotten(self) -> bool:
+        """Told without the store, which lacks a key of the session."""
+        is_gone = self._commits is not None and isinstance(self._commits.error, NotFound)
+        return is_gone and not self._is_stored
 
     def _may_be_resumed(self, ended_by: OutriderError | None) -> bool:
         """Its client may come back: it or its connection is away, or what failed may be mended."""

@@ -5,7 +5,15 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
+from outrider.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    Unavailable,
+)
+from outrider.kv_store.connection import STORE_ERRORS, StoreAddress
+from outrider.kv_store.purge import purge_tenant
 from outrider.types import Fence, is_session_id
 from outrider.v1 import generation_pb2
 from outrider.wire import (
@@ -35,6 +43,8 @@ class Lifecycle:
     store: SessionStore
     registry: ModelRegistry
     owner: str
+    kv_store: StoreAddress | None = None
+    """Where workers keep KV blocks of callers."""
 
     async def show(
         self, request: generation_pb2.GetSessionRequest, tenant: str
@@ -108,6 +118,35 @@ class Lifecycle:
         """Every key, and the KV on both tiers. Raises NotFound, PermissionDenied."""
         fence = await self.store.remove(session_id, tenant=tenant)
         await self._forget(fence, tenant)
+
+    async def purge(self, tenant: str) -> generation_pb2.PurgeSessionsResponse:
+        """All live sessions of a caller, and its KV blocks in the store. Raises Unavailable where
+        the blocks cannot be reached; the sessions are gone then."""
+        gate = asyncio.Semaphore(_LOOKS_AT_ONCE)
+
+        async def drop(session_id: str) -> bool:
+            async with gate:
+                try:
+                    await self.delete(session_id, tenant)
+                except NotFound:
+                    await self.store.index.remove(tenant, session_id)
+                    return False  # It ended a moment ago.
+                return True
+
+        ids = await self.store.index.members(tenant)
+        gone = await asyncio.gather(*(drop(session_id) for session_id in ids))
+        num_blocks = 0
+        if self.kv_store is not None:
+            num_blocks = await asyncio.to_thread(self._purge_blocks, self.kv_store, tenant)
+        return generation_pb2.PurgeSessionsResponse(sessions=sum(gone), kv_blocks=num_blocks)
+
+    def _purge_blocks(self, address: StoreAddress, tenant: str) -> int:
+        models = [(model.info.model_fingerprint, "") for model in self.registry.models]
+        try:
+            with address.connect() as client:
+                return purge_tenant(client, tenant, models)
+        except STORE_ERRORS as error:
+            raise Unavailable(f"KV blocks are left: {address.explain(error)}") from None
 
     async def cancel(self, request: generation_pb2.CancelRequest, tenant: str) -> None:
         """Give up a generation: as a call that is cancelled would be without `resumable`.

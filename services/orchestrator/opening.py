@@ -25,6 +25,7 @@ from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.models import ServedModel
 from services.orchestrator.observed import RequestWatch
 from services.orchestrator.placement import block_hashes
+from services.orchestrator.prefix_holders import NOBODY, PrefixHolders
 from services.orchestrator.prompt_threads import PromptThreads
 from services.orchestrator.records import asks_the_same, plan_of, record_of
 from services.orchestrator.requests import (
@@ -53,9 +54,12 @@ class Seats:
         tenant: str,
         priority: Priority,
         deadline: float,
+        holders: PrefixHolders | None = None,
     ) -> None:
+        """`holders`: whom else to ask where a prompt's prefix is."""
         self._admission = admission
         self._seating = seating
+        self._holders = holders
         self._stack = stack
         self._tenant = tenant
         self._priority = priority
@@ -74,6 +78,9 @@ class Seats:
         if self._seat is None:
             if been_at:
                 self._seating.been_at(plan.session_id, been_at)
+            held = NOBODY
+            if self._holders is not None and self._seating.may_choose(model, plan.session_id):
+                held = await self._holders.of(model, self._tenant, log, plan.prompt_ids)
             demand = Demand(
                 model=model,
                 session_id=plan.session_id,
@@ -81,6 +88,7 @@ class Seats:
                 blocks=block_hashes(
                     f"{self._tenant}/{model.name}", (*log.tokens, *plan.prompt_ids)
                 ),
+                holders=held,
             )
             waiting = self._admission.seat(self._tenant, self._priority, demand, self._deadline)
             self._seat = await self._stack.enter_async_context(waiting)

@@ -58,6 +58,13 @@ class Seating:
         """Call this whenever a place has become free."""
         self._on_free = listener
 
+    def may_choose(self, model: ServedModel, session_id: str) -> bool:
+        """Whether it is open where a new generation goes: there are several targets, and none has
+        had the session."""
+        workers = self._registry.targets_of(model)
+        open_ = [worker.incarnation for worker in workers if worker.takes_sessions]
+        return len(open_) > 1 and self._places.get(session_id) not in open_
+
     def serves(self, model: ServedModel) -> bool:
         """Whether there is a target for new sessions, full or not."""
         return any(worker.takes_sessions for worker in self._registry.targets_of(model))
@@ -187,13 +194,14 @@ class Seating:
                 self.counters["placed_again"] += 1
                 return worker
         cached = self._prefixes.cached(demand.blocks)
+        held = demand.holders
         usual = self._registry.targets.usual_pass_s(now)
         zone = self._room.zone
         candidates = [
             Candidate(
                 key=worker.incarnation,
                 load=relative_load(worker, usual, now),
-                cached=cached.get(worker.incarnation, 0),
+                cached=max(cached.get(worker.incarnation, 0), held.get(worker.incarnation, 0)),
                 near=not zone or worker.zone == zone,
             )
             for worker in workers
@@ -201,6 +209,7 @@ class Seating:
         most_cached = max(candidate.cached for candidate in candidates)
         chosen = choose(candidates, first_unseen(demand.blocks, most_cached))
         self.counters["placed_by_prefix"] += chosen.cached > 0
+        self.counters["placed_by_index"] += chosen.cached > cached.get(chosen.key, 0)
         self._prefixes.add(demand.blocks, chosen.key)
         if self.counters["placed"] % _PRUNE_EVERY == 0:
             self._prefixes.retain(worker.incarnation for worker in self._registry.targets.workers)

@@ -1,7 +1,8 @@
 """Where a generation runs: its seat, a place at one target and at one draft."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider.v1 import worker_pb2
@@ -27,12 +28,14 @@ class Demand:
     """What a generation needs of a target.
 
     `blocks` are the hashes of its prompt's blocks, `tokens` is the length that it may come to.
+    `holders` is what the KV index knows: how many of the blocks a target holds, by incarnation.
     """
 
     model: ServedModel
     session_id: str
     tokens: int
     blocks: tuple[int, ...] = ()
+    holders: Mapping[int, int] = field(default_factory=dict)
 
 
 class Seat:

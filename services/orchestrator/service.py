@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from outrider.errors import InvalidArgument, OutriderError
+from outrider.kv_store.index import IndexReader
 from outrider.remote.metrics import watch_buffers, watch_links
 from outrider.rpc.auth import current_caller
 from outrider.rpc.server import Server, run_service
@@ -37,6 +38,7 @@ from services.orchestrator.metrics import watch_store
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.observed import RequestWatch, Watch
 from services.orchestrator.opening import Call, Opener, Seats
+from services.orchestrator.prefix_holders import PrefixHolders
 from services.orchestrator.prompt_threads import PromptThreads
 from services.orchestrator.requests import Defaults, check_ids, tokenize_prompt
 from services.orchestrator.running import Place, Running
@@ -44,6 +46,8 @@ from services.orchestrator.seating import Seating
 from services.orchestrator.store import SessionStore
 from services.orchestrator.takeover import EndedGeneration
 
+_INDEX_S = 1.0
+"""After which the index of prefixes is taken to be away; requests wait far less for it."""
 _FREE_S = 3.0
 """Seconds that generations cut off at the end of draining get to free what they hold."""
 
@@ -66,6 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         owner: str,
         watch: Watch,
         learned: Learned,
+        holders: PrefixHolders | None = None,
     ) -> None:
         self._config = config
         self._watch = watch
@@ -73,8 +78,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission = admission
         self._seating = seating
         self._threads = PromptThreads()
+        self._holders = holders
         self._running = Running(config.max_concurrent_calls)
-        self._lifecycle = Lifecycle(store, registry, owner)
+        self._lifecycle = Lifecycle(store, registry, owner, config.kv_store)
         self._opener = Opener(
             _surroundings(config, store, registry, learned),
             Defaults(config.pinned_length, config.proposer, Durability(config.durability)),
@@ -172,6 +178,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await abort_with(context, error)
         return generation_pb2.DeleteSessionResponse()
 
+    async def PurgeSessions(
+        self,
+        request: generation_pb2.PurgeSessionsRequest,
+        context: "Context[Any, generation_pb2.PurgeSessionsResponse]",
+    ) -> generation_pb2.PurgeSessionsResponse:
+        try:
+            return await self._lifecycle.purge(current_caller().tenant)
+        except OutriderError as error:
+            await abort_with(context, error)
+
     async def ListModels(
         self,
         request: generation_pb2.ListModelsRequest,
@@ -219,6 +235,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tenant=tenant,
             priority=priority,
             deadline=deadline,
+            holders=self._holders,
         )
         return Call(tenant, arrived, deadline, watch, seats)
 
@@ -310,6 +327,15 @@ def _watch(
     )
 
 
+def _holders(config: OrchestratorConfig) -> PrefixHolders | None:
+    """Raises InvalidArgument."""
+    address = config.kv_store
+    if address is None:
+        return None
+    index = IndexReader.connect(address, ttl_s=config.kv_store_ttl_s, timeout_s=_INDEX_S)
+    return PrefixHolders(index, PromptThreads(), wait_s=config.kv_index_wait_s)
+
+
 async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
     server = Server(
         config,
@@ -318,6 +344,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             diagnosis_pb2.DESCRIPTOR.services_by_name["DiagnosisService"].full_name,
         ],
     )
+    holders = _holders(config)
     store = await SessionStore.connect(
         config.store_url,
         session_ttl_s=config.session_ttl_s,
@@ -353,6 +380,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             owner=owner,
             watch=_watch(config, telemetry, store, registry, admission, learned),
             learned=learned,
+            holders=holders,
         )
         board.start()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
@@ -372,6 +400,8 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         await board.close()
         await registry.close()
         await store.close()
+        if holders is not None:
+            await holders.close()
 
 
 def main() -> None:

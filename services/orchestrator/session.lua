@@ -3,7 +3,8 @@
 --
 -- KEYS[1]: meta, a hash.  KEYS[2]: log, token ids of 4 bytes.  KEYS[3]: notes, `width` bytes for each
 -- token of the last generation.  All share a hash tag, so that the script runs in Redis Cluster; no
--- other key is touched.
+-- other key is touched. All exist from the beginning, empty where there is nothing yet: while a slot
+-- moves, a script that names a key which is not there can run on neither node.
 --
 -- Nonces and hashes have 64 bits and stay strings here: a Lua number is a double.
 --
@@ -65,7 +66,7 @@ end
 local function misplaced(session, from, from_hash, bytes, new_hash)
   local to = from + #bytes / 4
   if from > session.len then
-    return { 'fenced', 'gap', session.len }
+    return { 'fenced', 'gap', session.len, from }
   end
   if (from == session.len and from_hash ~= session.hash)
       or (from == session.prev_len and from_hash ~= session.prev_hash)
@@ -143,6 +144,8 @@ function operation.create(nonce, ttl_ms, tenant, model, adapter, tokenizer, owne
   redis.call('HSET', meta, 'tenant', tenant, 'model', model, 'adapter', adapter, 'tokenizer',
     tokenizer, 'epoch', whole(now), 'nonce', nonce, 'owner', owner, 'len', '0', 'hash', '0',
     'prev_len', '0', 'prev_hash', '0', 'gens', '0', 'created', whole(now))
+  redis.call('APPEND', log, '')
+  redis.call('APPEND', notes, '')
   expire_in(ttl_ms)
   return { 'ok', whole(now) }
 end
@@ -229,6 +232,7 @@ function operation.begin(_, _, lease_ms, ttl_ms, from, from_hash, bytes, new_has
       request, 'key', key, 'from', from + #bytes / 4, 'width', width, 'ttl', ttl_ms, 'began',
       whole(now), 'until', whole(now + left_ms))
     redis.call('UNLINK', notes)
+    redis.call('APPEND', notes, '')
     len = append(session, from, bytes, new_hash)
   end
   hold(lease_ms, ttl_ms)

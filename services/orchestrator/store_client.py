@@ -1,4 +1,4 @@
-"""One Lua script on one Redis: connection, deadlines, and errors that say what to do.
+"""One Lua script in Redis: deadlines, and errors that say what to do.
 
 Whatever goes wrong below becomes one of `outrider.errors`: Unavailable (away, slow, loading,
 read-only: retry), ResourceExhausted (out of memory), FailedPrecondition (credentials, rights,
@@ -8,32 +8,29 @@ cluster: retrying does not help). Credentials of the URL appear in no message an
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import redis.exceptions as redis_errors
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ConstantBackoff
 
 from outrider.errors import (
     FailedPrecondition,
     InternalError,
-    InvalidArgument,
     OutriderError,
     ResourceExhausted,
     Unavailable,
 )
-from outrider.redis_url import parse_redis_url, url_error
-from outrider.store_probe import SESSION_RIGHTS, probe_store
+from outrider.store_probe import SESSION_RIGHTS, probe_key, probe_store
 from outrider.v1 import facts_pb2
-from services.orchestrator.store_tls import RenewedSslConnection
+from services.orchestrator.store_servers import Servers, open_servers
 
-MAX_CONNECTIONS = 64
 KEY_PREFIX = "outrider:"
 RIGHTS = SESSION_RIGHTS
 """All that an ACL user needs, on keys ~outrider:* (and +select for a database other than 0)."""
 
+CLUSTER_RIGHTS = "+cluster|slots +asking"
+"""And in a Redis Cluster, on each node."""
+
+_DENIED_IN_SCRIPT = ("ACL failure in script", "The user executing the script")
 _NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNKILLABLE")
 
 
@@ -43,7 +40,7 @@ class ScriptClient:
 
     def __init__(
         self,
-        redis: "Redis",
+        servers: Servers,
         script: str,
         *,
         address: str,
@@ -51,7 +48,7 @@ class ScriptClient:
         timeout_s: float,
     ) -> None:
         self.address = address
-        self._redis = redis
+        self._servers = servers
         self._script = script
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._secrets = secrets
@@ -69,38 +66,17 @@ class ScriptClient:
         cert_file: str | None = None,
         key_file: str | None = None,
     ) -> "ScriptClient":
-        address, secrets = parse_redis_url(url, field="redis_url")
-        password = _password_from(password_file, secrets)
-        tls = {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
-        tls = {name: path for name, path in tls.items() if path}
-        if tls and not url.startswith("rediss://"):
-            raise InvalidArgument("TLS files need a rediss:// URL", field="redis_url")
-        for path in tls.values():
-            if path and not Path(path).is_file():
-                raise InvalidArgument(f"{path} is not a file", field="redis_tls")
-        try:
-            pool = BlockingConnectionPool.from_url(
-                url,
-                protocol=2,
-                max_connections=MAX_CONNECTIONS,
-                timeout=timeout_s,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                # A pooled connection may have died unnoticed. Every operation can be repeated.
-                retry=Retry(ConstantBackoff(0.01), 1, (redis_errors.ConnectionError,)),
-                **({"password": password} if password else {}),
-                **tls,
-            )
-        except (ValueError, TypeError):
-            # Their text may quote the URL.
-            raise url_error("cannot be read", field="redis_url") from None
-        if url.startswith("rediss://"):
-            pool.connection_class = RenewedSslConnection
+        opened = open_servers(
+            url,
+            timeout_s=timeout_s,
+            password_file=password_file,
+            tls={"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file},
+        )
         client = cls(
-            Redis.from_pool(pool),
+            opened.servers,
             script,
-            address=address,
-            secrets=(*secrets, password) if password else secrets,
+            address=opened.address,
+            secrets=opened.secrets,
             timeout_s=timeout_s,
         )
         try:
@@ -113,7 +89,7 @@ class ScriptClient:
     def sibling(self, script: str) -> "ScriptClient":
         """The same connections for another script; whoever made this one closes them."""
         return ScriptClient(
-            self._redis,
+            self._servers,
             script,
             address=self.address,
             secrets=self._secrets,
@@ -124,15 +100,21 @@ class ScriptClient:
         return f"{type(self).__name__}({self.address})"
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._servers.close()
 
     async def ping(self) -> None:
-        await self._within_deadline(self._execute("PING"))
+        await self._within_deadline(self._servers.ping())
 
     async def look(self, samples: int, timeout_s: float) -> facts_pb2.StoreFacts:
         """What the store is, and what its user may do there."""
+        try:
+            client = await asyncio.wait_for(
+                self._servers.client_of(probe_key(KEY_PREFIX)), timeout_s
+            )
+        except (redis_errors.RedisError, OSError) as error:  # OSError: TimeoutError too
+            return facts_pb2.StoreFacts(address=self.address, error=str(self._translate(error)))
         return await probe_store(
-            self._redis,
+            client,
             address=self.address,
             rights=RIGHTS,
             prefix=KEY_PREFIX,
@@ -148,12 +130,12 @@ class ScriptClient:
 
     async def _call(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         try:
-            return await self._execute("EVALSHA", self._sha, len(keys), *keys, *args)
+            return await self._run("EVALSHA", self._sha, keys, args)
         except redis_errors.NoScriptError:  # first use, restart, failover or SCRIPT FLUSH
-            return await self._execute("EVAL", self._script, len(keys), *keys, *args)
+            return await self._run("EVAL", self._script, keys, args)
 
-    async def _execute(self, *command: str | bytes | int) -> Any:
-        return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+    async def _run(self, how: str, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        return await self._servers.execute(keys[0], how, script, len(keys), *keys, *args)
 
     async def _within_deadline(self, work: Any) -> Any:
         # One deadline over waiting for a connection, connecting, and all round trips.
@@ -178,19 +160,20 @@ class ScriptClient:
                     f"{store} refuses the credentials; check user and password of the Redis URL"
                 )
             case redis_errors.NoPermissionError():
-                return FailedPrecondition(
-                    f"{store} denies its user something ({detail}); grant {RIGHTS} on ~outrider:*"
-                )
+                return self._denied(detail)
+            case redis_errors.ResponseError() if detail.startswith(_DENIED_IN_SCRIPT):
+                return self._denied(detail)
             case redis_errors.BusyLoadingError():
                 return Unavailable(f"{store} is loading its data; retry in a moment")
             case redis_errors.ReadOnlyError():
                 return Unavailable(
-                    f"{store} is a read-only replica; point the Redis URL at the primary"
+                    f"{store} is a read-only replica; point the Redis URL at the primary, or at "
+                    "its sentinels"
                 )
             case redis_errors.MovedError() | redis_errors.ClusterCrossSlotError():
                 return FailedPrecondition(
-                    f"{store} is one node of a Redis Cluster, which is not supported yet; use a "
-                    "single Redis or a proxy before the cluster"
+                    f"{store} is one node of a Redis Cluster; name some of its nodes as "
+                    "redis+cluster://node:6379,node:6379"
                 )
             case redis_errors.TimeoutError() | TimeoutError():
                 return Unavailable(
@@ -208,18 +191,8 @@ class ScriptClient:
             return Unavailable(f"{store} refuses writes for now ({detail}); check it, then retry")
         return InternalError(f"{store} answered with an error: {detail}")
 
-
-def _password_from(path: str | None, in_url: tuple[str, ...]) -> str:
-    if not path:
-        return ""
-    field = "store_password_file"
-    if in_url:
-        raise InvalidArgument("the Redis URL holds a password already", field=field)
-    try:
-        password = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise InvalidArgument(f"cannot read {path}: {reason}", field=field) from None
-    if not password:
-        raise InvalidArgument(f"{path} is empty", field=field)
-    return password
+    def _denied(self, detail: str) -> FailedPrecondition:
+        return FailedPrecondition(
+            f"session store {self.address} denies its user something ({detail}); grant {RIGHTS} "
+            f"on ~outrider:*, in a cluster {CLUSTER_RIGHTS} too"
+        )

@@ -54,6 +54,11 @@ def refusal(session_id: str, status: bytes, *detail: Any) -> OutriderError:
             )
         case b"fenced", b"owner", epoch:
             return Fenced(f"{session} has another owner, of epoch {epoch}")
+        case b"fenced", b"gap", length, known:  # Its owner, who was told that they are stored.
+            return DataLoss(
+                f"{session} has {length} of the {known} tokens that were stored: the session store "
+                "has lost the rest, as in a failover to a replica that lagged"
+            )
         case b"fenced", b"gap", length:
             return Fenced(f"{session} ends at {length}, elsewhere than these tokens begin")
         case b"fenced", b"prefix", length:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from outrider.errors import Unsupported
+from outrider.errors import OutriderError
 from outrider.remote.asking import DraftSession
 from outrider.remote.link import WorkerLink
 from outrider.remote.session import RemoteSession, Routing

@@ -277,8 +277,7 @@ class Explorer:
             pipe.delete(*KEYS)
             pipe.hset(KEYS[0], mapping=stored.meta)
             for name, value in zip(KEYS[1:], (stored.log, stored.notes), strict=True):
-                if value:
-                    pipe.set(name, value)
+                pipe.set(name, value)
             pipe.evalsha(self._sha, 3, *KEYS, *args)
             self._reads(pipe)
             *_, reply, meta, log, notes = pipe.execute()
@@ -299,7 +298,7 @@ class Explorer:
         fields |= {name: "0" for name in TIMES if name in fields}
         if len(log or b"") % 4:
             raise Broken(f"half a token: {log!r}")
-        key = (*sorted(fields.items()), log, notes)
+        key = (*sorted(fields.items()), log or b"", notes or b"")
         if key not in self._contents:
             owner = int(fields["epoch"]), fields["nonce"]
             tokens = unpack_tokens(log or b"")[len(PROMPT) :]

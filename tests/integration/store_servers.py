@@ -38,6 +38,7 @@ class Server:
     command: list[str]
     port: int
     process: subprocess.Popen[bytes]
+    password: str = ""
 
     @property
     def url(self) -> str:
@@ -49,7 +50,7 @@ class Server:
 
     def restart(self) -> None:
         self.stop()
-        self.process = _spawn(self.command, self.port)
+        self.process = spawn(self.command, self.port)
 
 
 @contextlib.contextmanager
@@ -75,14 +76,14 @@ def running_server(
         str(folder),
     ]
     command += ["--port", str(port) if plain_port else "0", *options]
-    server = Server(command, port, _spawn(command, port))
+    server = Server(command, port, spawn(command, port))
     try:
         yield server
     finally:
         server.stop()
 
 
-def _spawn(command: list[str], port: int) -> subprocess.Popen[bytes]:
+def spawn(command: list[str], port: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 20
     while True:
@@ -99,12 +100,13 @@ def _spawn(command: list[str], port: int) -> subprocess.Popen[bytes]:
 class Link:
     """A TCP proxy. `lose_replies` n: the next n requests arrive, their replies never do.
 
-    `hold`: while it is cleared, requests wait here.
+    `hold`: while it is cleared, requests wait here. Replies come `delay_s` late.
     """
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
         self.lose_replies = 0
+        self.delay_s = 0.0
         self.hang = False  # a lost reply leaves the connection open, or closes it
         self.hold = asyncio.Event()
         self.hold.set()
@@ -150,6 +152,8 @@ class Link:
                 if not self.hang:
                     break
                 continue
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
             writer.write(data)
         writer.close()
 

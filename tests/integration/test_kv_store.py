@@ -13,7 +13,7 @@ import socketserver
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from redis import Redis
 from outrider.errors import FailedPrecondition, InvalidArgument, Unsupported
 from outrider.kv_store import reader
 from outrider.kv_store.blocks import BlockCodec, blocks_of
-from outrider.kv_store.connection import RIGHTS
+from outrider.kv_store.connection import READER_RIGHTS, RIGHTS
 from outrider.kv_store.estimate import PrefillCost
 from outrider.kv_store.index import index_key, index_salt
 from outrider.kv_store.purge import purge_tenant
@@ -460,10 +460,10 @@ def tls_proxy(store_port: int, *, ca: str, cert: str, key: str) -> Iterator[int]
             thread.join()
 
 
-def with_rights(redis: Redis, server: Server) -> str:
+def with_rights(redis: Redis, server: Server, rights: Sequence[str] = RIGHTS.split()) -> str:
     """A URL of a user who may do what is asked for, and nothing else."""
-    rights = ("~outrider:kv:*", "resetchannels", *RIGHTS.split())
-    redis.execute_command("ACL", "SETUSER", "kv", "on", ">open-sesame", *rights)
+    rules = ("reset", "on", ">open-sesame", "~outrider:kv:*", *rights)
+    redis.execute_command("ACL", "SETUSER", "kv", *rules)
     return f"redis://kv:open-sesame@127.0.0.1:{server.port}/0"
 
 
@@ -475,8 +475,23 @@ def test_the_rights_that_are_named_suffice(
     with rig(folder, url) as second:
         assert second.says() == (expected, FULL * BLOCK)
         assert "kv_store_errors" not in second.counts
+    url = with_rights(redis, server, READER_RIGHTS.split())
     with Redis.from_url(url) as client:
         assert purge_tenant(client, "") == PROMPT_BLOCKS
+
+
+@pytest.mark.parametrize("dropped", RIGHTS.split())
+def test_none_of_the_rights_is_one_too_many(
+    folder: Path, redis: Redis, server: Server, dropped: str
+) -> None:
+    """What a worker does meets each: a probe, writing anew and again, the index, a bad block."""
+    url = with_rights(redis, server, [right for right in RIGHTS.split() if right != dropped])
+    with contextlib.suppress(FailedPrecondition, AssertionError):
+        written(folder, url)
+        with rig(folder, url) as other:
+            other.says()
+    denied = {str(entry["object"]).casefold() for entry in redis.acl_log()}
+    assert dropped[1:] in denied
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from outrider.errors import (
     AlreadyRunning,
+    DataLoss,
     Fenced,
     InvalidArgument,
     NotFound,
@@ -120,7 +121,9 @@ async def test_other_bytes_gap_and_prefix_are_fenced(store: SessionStore) -> Non
     )
     await refused(store, fence, "prefix", **{**after, "from_hash": 5}, token_ids=[5], new_hash=77)
     await refused(store, fence, "prefix", **after, token_ids=[], new_hash=77)
-    await refused(store, fence, "ends at 4", **{**after, "from_len": 5}, token_ids=[5], new_hash=7)
+    with pytest.raises(DataLoss, match="has 4 of the 5 tokens"):  # its owner knows of more
+        await store.commit(fence, **{**after, "from_len": 5}, token_ids=[5], new_hash=7)
+    assert await log_of(store, fence) == [1, 2, 3, 4]
 
 
 async def test_hashes_that_a_double_cannot_hold_are_told_apart(store: SessionStore) -> None:
@@ -329,7 +332,7 @@ async def test_every_key_has_an_end(store: SessionStore, redis: Redis) -> None:
 async def test_delete_removes_every_key(store: SessionStore, redis: Redis) -> None:
     fence = await create(store)
     await begin(store, fence, [1])
-    assert len(await redis.keys(f"outrider:{{{fence.session_id}}}:*")) == 2
+    assert len(await redis.keys(f"outrider:{{{fence.session_id}}}:*")) == 3
     await store.delete(fence)
     assert await redis.keys(f"*{fence.session_id}*") == []
     await store.delete(fence)

@@ -26,7 +26,8 @@ from outrider.errors import (
     OutriderError,
     Unavailable,
 )
-from outrider.types import Fence, chain_hash, new_session_id
+from outrider.types import Fence, FinishReason, chain_hash, new_session_id
+from services.orchestrator.board import SCRIPT as LEASES
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_client import RIGHTS
 from services.orchestrator.store_commit import CommitQueue
@@ -142,6 +143,33 @@ async def test_unix_socket(tmp_path: Path) -> None:
             assert await log_of(store, fence) == [1]
 
 
+async def use_everything(store: SessionStore) -> None:
+    """Each operation, with all that its script may call."""
+    fence = await create(store)
+    await begin(store, fence, [1])
+    await commit(store, fence, [1], [2])
+    await store.renew(fence)
+    await store.finish(fence, finish_reason=FinishReason.MAX_TOKENS, keep=True)
+    await store.resume(fence.session_id, tenant="alice", owner="o", request_id="r1")
+    taken = await store.take(fence.session_id, tenant="alice", owner="o")
+    await store.get(fence.session_id, tenant="alice")
+    await store.delete(taken.fence)
+    fence = await create(store)
+    await begin(store, fence, [1])
+    resumed = await store.resume(fence.session_id, tenant="alice", owner="o", request_id="r1")
+    await store.detach(resumed.fence, keep=False)
+    await store.index.reserve("alice", fence.session_id, ttl_s=9, limit=1)
+    await store.index.reserve("alice", fence.session_id, ttl_s=9, limit=1)  # again
+    await store.index.touch("alice", fence.session_id, ttl_s=9)
+    assert await store.index.members("alice") == [fence.session_id]
+    await store.index.remove("alice", fence.session_id)
+    await store.remove(fence.session_id, tenant="alice")
+    board = store.sibling(LEASES)
+    for owner in ("o1", "o2"):
+        await board.call(["outrider:worker:1"], ["renew", owner, 1000, "{}"])
+    await board.call(["outrider:worker:1"], ["leave", "o1"])
+
+
 async def test_user_with_least_rights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     user = f"user outrider on >hunter2 ~outrider:* -@all {RIGHTS}"
@@ -149,25 +177,7 @@ async def test_user_with_least_rights(tmp_path: Path, caplog: pytest.LogCaptureF
     with running_server("valkey", tmp_path, "--aclfile", str(tmp_path / "acl")) as server:
         address = f"127.0.0.1:{server.port}"
         async with open_store(f"redis://outrider:hunter2@{address}") as store:
-            fence = await create(store)
-            await begin(store, fence, [1])
-            await commit(store, fence, [1], [2])
-            await store.renew(fence)
-            await store.finish(fence, finish_reason=None, keep=True)
-            taken = await store.take(fence.session_id, tenant="alice", owner="o")
-            await store.get(fence.session_id, tenant="alice")
-            await store.delete(taken.fence)
-            fence = await create(store)
-            await begin(store, fence, [1])
-            resumed = await store.resume(
-                fence.session_id, tenant="alice", owner="o", request_id="r1"
-            )
-            await store.detach(resumed.fence, keep=False)
-            await store.index.reserve("alice", fence.session_id, ttl_s=9, limit=1)
-            await store.index.touch("alice", fence.session_id, ttl_s=9)
-            assert await store.index.members("alice") == [fence.session_id]
-            await store.index.remove("alice", fence.session_id)
-            await store.remove(fence.session_id, tenant="alice")
+            await use_everything(store)
             assert "hunter2" not in repr(store) + repr(store._client) + repr(vars(store))
         for url in (f"redis://outrider:hunter3@{address}", f"redis://{address}"):
             with pytest.raises(FailedPrecondition, match="check user and password") as refused:
@@ -217,6 +227,26 @@ async def test_missing_rights_are_named(tmp_path: Path) -> None:
         async with open_store(f"redis://outrider:pw@127.0.0.1:{server.port}") as store:
             with pytest.raises(FailedPrecondition, match=r"grant .*evalsha"):
                 await create(store)
+
+
+async def test_none_of_the_rights_is_one_too_many(tmp_path: Path) -> None:
+    rights = RIGHTS.split()
+    with running_server("valkey", tmp_path) as server:
+        async with Redis.from_url(server.url, decode_responses=True) as admin:
+            for dropped in rights:
+                left = [right for right in rights if right != dropped]
+                rules = ("reset", "on", ">pw", "~outrider:*", *left)
+                await admin.execute_command("ACL", "SETUSER", "outrider", *rules)
+                await admin.flushall()
+                await admin.script_flush()
+                await admin.execute_command("ACL", "LOG", "RESET")
+                with pytest.raises(FailedPrecondition, match="grant"):
+                    url = f"redis://outrider:pw@127.0.0.1:{server.port}"
+                    async with open_store(url) as store:
+                        await use_everything(store)
+                        pytest.fail(f"{dropped} is not needed")
+                [denied] = await admin.acl_log(1)
+                assert str(denied["object"]).casefold() == dropped[1:]
 
 
 def write_certificates(folder: Path) -> None:

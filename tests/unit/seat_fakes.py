@@ -1,5 +1,6 @@
 """Workers without connections, and a registry of them, for tests of seats and admission."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -78,5 +79,10 @@ def restart(one: Worker, incarnation: int) -> None:
     one.link.info.incarnation = one.fits = incarnation
 
 
-def demand(tokens: int = 100, session_id: str = "s", blocks: tuple[int, ...] = ()) -> Demand:
-    return Demand(MODEL, session_id, tokens, blocks)
+def demand(
+    tokens: int = 100,
+    session_id: str = "s",
+    blocks: tuple[int, ...] = (),
+    holders: Mapping[int, int] | None = None,
+) -> Demand:
+    return Demand(MODEL, session_id, tokens, blocks, holders or {})

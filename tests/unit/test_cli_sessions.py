@@ -8,7 +8,7 @@ from test_cli_commands import run
 from test_client_fakes import FakeService, serving
 
 from outrider.cli.__main__ import main
-from outrider.errors import NotFound
+from outrider.errors import InvalidArgument, NotFound
 from outrider.rpc.status import abort_with
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -75,6 +75,10 @@ class Keeper(FakeService):
             await abort_with(context, NotFound("no such session"))
         self.deleted.append(request.session_id)
         return generation_pb2.DeleteSessionResponse()
+
+    async def PurgeSessions(self, request: Any, context: Any) -> Any:
+        self.deleted += IDS
+        return generation_pb2.PurgeSessionsResponse(sessions=5, kv_blocks=70)
 
 
 async def test_list_goes_through_all_pages(capsys):
@@ -147,3 +151,14 @@ async def test_several_addresses_are_tried_in_turn(capsys):
         for given in (f"127.0.0.1:1,{address}", f"ipv4:127.0.0.1:1,{address}"):
             assert await run("sessions", "list", "--address", given) == 0
             assert IDS[4] in capsys.readouterr().out
+
+
+async def test_purge_is_said_first_and_done_when_it_is_meant(capsys):
+    service = Keeper()
+    async with serving(service) as address:
+        with pytest.raises(InvalidArgument, match=r"5 live sessions .* --yes"):
+            await run("sessions", "purge", "--address", address)
+        assert not service.deleted
+        assert await run("sessions", "purge", "--address", address, "--yes") == 0
+    assert capsys.readouterr().out == "removed 5 sessions and 70 KV blocks\n"
+    assert service.deleted == IDS

@@ -3,11 +3,12 @@
 import json
 import re
 from dataclasses import replace
+from urllib.parse import unquote
 
 import pytest
 
 from outrider.errors import FailedPrecondition, InvalidArgument
-from outrider.redis_url import parse_redis_url
+from outrider.redis_url import CLUSTER, SENTINEL, RedisServers, parse_redis_url, parse_store_url
 from outrider.types import Durability, FinishReason, SamplingParams, VerificationMode
 from services.orchestrator.store_values import (
     GenerationRecord,
@@ -150,3 +151,37 @@ def test_bad_url_is_refused_without_showing_it(url: str) -> None:
         parse_redis_url(url, field="redis_url")
     assert "hunter2" not in str(refused.value) and "redis://" in str(refused.value)
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "servers"),
+    [
+        (
+            "redis+sentinel://user:hunter2@one,[::1]:7000/sessions/3"
+            "?sentinel_user=s&sentinel_password=hunter3",
+            "redis+sentinel://one:26379,[::1]:7000/sessions/3",
+            RedisServers(
+                SENTINEL, False, (("one", 26379), ("::1", 7000)), "sessions", 3, "user", "hunter2",
+                "s", "hunter3",
+            ),
+        ),
+        (
+            "rediss+sentinel://one:1/a%2Fb",
+            "rediss+sentinel://one:1/a/b/0",
+            RedisServers(SENTINEL, True, (("one", 1),), "a/b"),
+        ),
+        (
+            "redis+cluster://:hunter2%2F@one,two:7000/0",
+            "redis+cluster://one:6379,two:7000",
+            RedisServers(CLUSTER, False, (("one", 6379), ("two", 7000)), password="hunter2/"),
+        ),
+        ("redis://u:hunter2@h", "redis://h:6379", None),
+    ],
+    ids=["sentinels", "tls", "cluster", "one"],
+)  # fmt: skip
+def test_urls_of_several_servers(url: str, address: str, servers: RedisServers | None) -> None:
+    found, secrets, several = parse_store_url(url, field="redis_url")
+    assert (found, several) == (address, servers)
+    assert "hunter" not in repr(several)
+    for word in re.findall(r"hunter\d(?:%2F)?", url):
+        assert {word, unquote(word)} <= set(secrets)
