@@ -10,8 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from outrider.errors import Unsupported
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Unsupported
 from outrider.remote.asking import DraftSession
 from outrider.remote.link import WorkerLink
 from outrider.remote.session import RemoteSession, Routing
