@@ -43,7 +43,6 @@ _TRIES: dict[str, tuple[str | int, ...]] = {
     "scan": ("SCAN", 0, "MATCH", "KEY", "COUNT", 1),
     "exists": ("EXISTS", "KEY"),
     "pttl": ("PTTL", "KEY"),
-    "get": ("GET", "KEY"),
     "mget": ("MGET", "KEY"),
     "strlen": ("STRLEN", "KEY"),
     "getrange": ("GETRANGE", "KEY", 0, 0),

@@ -518,7 +518,7 @@ def test_a_leaf_beside_the_chain_is_accepted_and_computed_again(target, folder):
         guesses = (own[0], own[1], own[2] ^ 1, own[1] ^ 1, own[2])
         tree = Proposal(guesses, parents=(-1, 0, 1, 0, 1))
         verdict = verdict_of(owner.verify(proposal=tree))
-        assert verdict == Verdict(tuple(own[:4]), num_accepted=3, num_proposed=3)
+        assert verdict == Verdict(tuple(own[:4]), num_accepted=3, num_proposed=3, num_beside=2)
         assert owner.cached == [*PROMPT, *guesses[:3]]
         owner.tokens.extend(verdict.token_ids)
         again = owner.verify(own[4:6])
