@@ -8,6 +8,7 @@ with, from its first token.
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.errors import (
@@ -64,7 +65,7 @@ class Seats:
 
     def check(self) -> None:
         """Raises PermissionDenied, or ResourceExhausted where waiting is of no use."""
-        self._admission.check(self._tenant, self._priority)
+        self._admission.check(self._tenant, self._priority, self._deadline)
 
     async def take(
         self, plan: GenerationPlan, model: ServedModel, log: TokenLog, *, been_at: str = ""
@@ -128,7 +129,7 @@ class Opener:
         model = self._registry.model(request.model)
         session_id = session_id_for(call.tenant, request.idempotency_key)
         log = TokenLog()
-        plan = await self._plan(request, session_id, model, log)
+        plan = await self._plan(request, session_id, model, log, first=call.seats.check)
         await call.seats.take(plan, model, log)
         try:
             fence = await self._create(plan, model, call.tenant)
@@ -336,8 +337,10 @@ class Opener:
         session_id: str,
         model: ServedModel,
         log: TokenLog,
+        first: Callable[[], None] = lambda: None,
     ) -> GenerationPlan:
         return await self._threads.run(
+            first,
             plan_generation,
             request,
             model,

@@ -182,7 +182,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             model = self._registry.model(request.model)
             token_ids = await self._threads.run(
-                tokenize_prompt, request.prompt, model, continues=False
+                lambda: None, tokenize_prompt, request.prompt, model, continues=False
             )
         except OutriderError as error:
             await abort_with(context, error)

@@ -7,6 +7,7 @@ cluster: retrying does not help). Credentials of the URL appear in no message an
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.redis_url import parse_redis_url, url_error
+from services.orchestrator.store_batches import Batches, Command
 from services.orchestrator.store_tls import RenewedSslConnection
 
 MAX_CONNECTIONS = 64
@@ -45,6 +47,7 @@ class ScriptClient:
     def __init__(
         self,
         redis: "Redis",
+        batches: Batches,
         script: str,
         *,
         address: str,
@@ -53,6 +56,7 @@ class ScriptClient:
     ) -> None:
         self.address = address
         self._redis = redis
+        self._batches = batches
         self._script = script
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._secrets = secrets
@@ -85,7 +89,8 @@ class ScriptClient:
                 protocol=2,
                 max_connections=MAX_CONNECTIONS,
                 timeout=timeout_s,
-                socket_timeout=timeout_s,
+                # Every operation has a deadline over all of it; one more for each read costs time.
+                socket_timeout=None,
                 socket_connect_timeout=timeout_s,
                 # A pooled connection may have died unnoticed. Every operation can be repeated.
                 retry=Retry(ConstantBackoff(0.01), 1, (redis_errors.ConnectionError,)),
@@ -99,6 +104,7 @@ class ScriptClient:
             pool.connection_class = RenewedSslConnection
         client = cls(
             Redis.from_pool(pool),
+            Batches(pool, timeout_s),
             script,
             address=address,
             secrets=(*secrets, password) if password else secrets,
@@ -115,6 +121,7 @@ class ScriptClient:
         """The same connections for another script; whoever made this one closes them."""
         return ScriptClient(
             self._redis,
+            self._batches,
             script,
             address=self.address,
             secrets=self._secrets,
@@ -125,29 +132,50 @@ class ScriptClient:
         return f"{type(self).__name__}({self.address})"
 
     async def close(self) -> None:
+        await self._batches.close()
         await self._redis.aclose()
 
     async def ping(self) -> None:
         await self._within_deadline(self._execute("PING"))
 
     async def call(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
-        """Run the script. The reply's first item is its status."""
-        reply: list[Any] = await self._within_deadline(self._call(keys, args))
+        """Run the script, together with what others ask for at the moment. The reply's first item
+        is its status."""
+        started = time.monotonic()
+        try:
+            reply: list[Any] = await self._batches.execute(self._by_sha(keys, args))
+        except redis_errors.NoScriptError:  # first use, restart, failover or SCRIPT FLUSH
+            left_s = self._timeout_s - (time.monotonic() - started)
+            reply = await self._within_deadline(self._by_text(keys, args), left_s)
+        except (redis_errors.RedisError, OSError) as error:
+            raise self._translate(error) from None
         return reply
 
-    async def _call(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+    async def call_alone(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        """The same over a connection of its own: for large replies, which nobody should wait for
+        but who asked."""
+        reply: list[Any] = await self._within_deadline(self._alone(keys, args))
+        return reply
+
+    async def _alone(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         try:
-            return await self._execute("EVALSHA", self._sha, len(keys), *keys, *args)
-        except redis_errors.NoScriptError:  # first use, restart, failover or SCRIPT FLUSH
-            return await self._execute("EVAL", self._script, len(keys), *keys, *args)
+            return await self._execute(*self._by_sha(keys, args))
+        except redis_errors.NoScriptError:
+            return await self._by_text(keys, args)
+
+    def _by_sha(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Command:
+        return "EVALSHA", self._sha, len(keys), *keys, *args
+
+    async def _by_text(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+        return await self._execute("EVAL", self._script, len(keys), *keys, *args)
 
     async def _execute(self, *command: str | bytes | int) -> Any:
         return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
-    async def _within_deadline(self, work: Any) -> Any:
+    async def _within_deadline(self, work: Any, timeout_s: float | None = None) -> Any:
         # One deadline over waiting for a connection, connecting, and all round trips.
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
                 return await work
         except (redis_errors.RedisError, OSError) as error:  # OSError: TimeoutError too
             raise self._translate(error) from None
