@@ -112,6 +112,10 @@ def sources_to_proto(sources: Iterable[TokenSource]) -> list["common_pb2.TokenSo
     return [_SOURCES[source] for source in sources]
 
 
+def source_to_proto(source: TokenSource) -> "common_pb2.TokenSource":
+    return _SOURCES[source]
+
+
 def source_from_proto(value: int) -> TokenSource:
     return _SOURCES_BACK.get(value, TokenSource.PLAIN)  # type: ignore[call-overload,no-any-return]
 

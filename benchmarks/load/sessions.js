@@ -1,4 +1,4 @@
-// Sessions with shared prefixes, over gRPC, each checked for lost, doubled and altered tokens.
+// Sessions with shared prefixes, over gRPC, each checked for lost and doubled tokens.
 // benchmarks/load/run.py starts this and reads what it prints: a line of JSON for each session.
 
 import grpc from 'k6/net/grpc';
@@ -6,15 +6,25 @@ import exec from 'k6/execution';
 
 const settings = JSON.parse(__ENV.SETTINGS);
 
-export const options = {
-  scenarios: {
-    sessions: {
-      executor: 'shared-iterations',
-      vus: settings.concurrency,
-      iterations: settings.sessions,
-      maxDuration: `${settings.max_s}s`,
-    },
+// So many at a time, or so many a second whatever becomes of them.
+const executors = {
+  closed: {
+    executor: 'shared-iterations',
+    vus: settings.concurrency,
+    iterations: settings.sessions,
+    maxDuration: `${settings.max_s}s`,
   },
+  open: {
+    executor: 'constant-arrival-rate',
+    rate: settings.arrivals,
+    timeUnit: '10s',
+    duration: `${settings.max_s}s`,
+    preAllocatedVUs: settings.concurrency,
+  },
+};
+
+export const options = {
+  scenarios: { sessions: executors[settings.kind] },
   discardResponseBodies: false,
 };
 
@@ -35,21 +45,25 @@ function tokens(part, count) {
 
 // Of few prefixes some are asked for much more often than others; questions come again, so that
 // equal requests can be compared.
-function request(number) {
+function keyOf(number) {
+  if (settings.keys.length) return settings.keys[number];
   const chance = tokens(1000003 + number, 3);
   const rank = Math.floor(settings.prefixes ** (((chance[0] << 8) + chance[1]) / (250 << 8)));
-  const question = chance[2] % settings.questions;
+  return `${rank}/${chance[2] % settings.questions}`;
+}
+
+function request(key) {
+  const [rank, question] = key.split('/').map(Number);
   const system = tokens(rank % settings.systems, settings.system_tokens);
   const prefix = tokens(100 + rank, settings.prefix_tokens);
   const own = tokens(5000 + rank * 512 + question, settings.question_tokens);
-  return {
-    key: `${rank}/${question}`,
-    message: {
-      prompt: [{ tokens: { ids: system.concat(prefix, own) } }],
-      sampling: { temperature: 0.8, seed: String(rank * 512 + question) },
-      stop: { maxTokens: settings.max_tokens, ignoreEos: true },
-    },
+  const message = {
+    prompt: [{ tokens: { ids: system.concat(prefix, own) } }],
+    sampling: { temperature: 0.8, seed: String(rank * 512 + question) },
+    stop: { maxTokens: settings.max_tokens, ignoreEos: true },
   };
+  if (settings.plain) message.speculation = { numSpeculativeTokens: 0 };
+  return message;
 }
 
 export default function () {
@@ -59,15 +73,17 @@ export default function () {
     client.connect(address, { plaintext: true });
     connected = true;
   }
-  const { key, message } = request(number);
-  ask(number, key, message, Date.now(), 0);
+  const key = keyOf(number);
+  ask(number, key, request(key), Date.now(), 0);
 }
 
 function ask(number, key, message, started, refusals) {
   const ids = [];
+  const asked = Date.now();
   let first = 0;
   let last = null;
   let fault = '';
+  let refused = '';
   const stream = new grpc.Stream(client, 'outrider.v1.GenerationService/Generate', {});
   stream.on('data', (response) => {
     const given = response.tokenIds || [];
@@ -82,13 +98,14 @@ function ask(number, key, message, started, refusals) {
   const end = (error) => {
     if (over) return;
     over = true;
-    if (error && error.code === grpc.StatusResourceExhausted && refusals < 1000) {
-      const wait = 200 + 50 * (number % 10);
-      setTimeout(() => ask(number, key, message, started, refusals + 1), wait);
+    const isRefusal = error && error.code === grpc.StatusResourceExhausted && !ids.length;
+    if (isRefusal && settings.kind === 'closed' && refusals < 1000) {
+      setTimeout(() => ask(number, key, message, started, refusals + 1), wait(error));
       return;
     }
     const usage = (last && last.usage) || {};
-    if (error) fault = `${error.code} ${error.message}`;
+    if (isRefusal) refused = error.message;
+    else if (error) fault = `${error.code} ${error.message}`;
     else if (!usage.completionTokens) fault = 'it ended without usage';
     else if (usage.completionTokens !== ids.length) {
       fault = `${usage.completionTokens} tokens were counted, ${ids.length} came`;
@@ -96,12 +113,15 @@ function ask(number, key, message, started, refusals) {
     const rounds = (usage.speculation && usage.speculation.rounds) || 0;
     console.log(
       JSON.stringify({
-        number, key, fault, refusals, rounds,
+        number, key, fault, refused, refusals, rounds,
+        retry_s: isRefusal ? retryAfter(error) : null,
         ids: ids.join(' '),
         prompt: usage.promptTokens || 0,
         cached: usage.cachedPromptTokens || 0,
+        asked_ms: asked,
         ttft_ms: first - started,
         total_ms: Date.now() - started,
+        last_try_ms: Date.now() - asked,
       }),
     );
   };
@@ -109,4 +129,17 @@ function ask(number, key, message, started, refusals) {
   stream.on('end', () => end(null));
   stream.write(message);
   stream.end();
+}
+
+// Seconds that google.rpc.RetryInfo among a refusal's details names; null where there is none.
+function retryAfter(error) {
+  for (const detail of error.details || []) {
+    const delay = detail.retryDelay || detail.retry_delay;
+    if (delay !== undefined) return parseFloat(delay.seconds !== undefined ? delay.seconds : delay);
+  }
+  return null;
+}
+
+function wait(error) {
+  return 1000 * (retryAfter(error) || 0.5) * (1 + Math.random());
 }

@@ -92,7 +92,7 @@ class Admission:
     def num_running(self) -> int:
         return self._num_running
 
-    def check(self, caller: str, priority: Priority) -> None:
+    def check(self, caller: str, priority: Priority, deadline: float) -> None:
         """Refuse what would be refused anyway, before any work goes into it. Raises
         PermissionDenied, ResourceExhausted."""
         limits = self._callers.of(caller)
@@ -109,6 +109,9 @@ class Admission:
         is_full = self._limits.max_waiting and queue.size >= self._limits.max_waiting
         if is_full and self._share(caller, own + 1) >= self._largest_share(queue):
             raise self._full(f"{self._num_running} generations are running, {queue.size} wait")
+        if queue.size:
+            expected_s = self._expected_s(priority, queue.ahead_of_next(caller))
+            self._check_in_time(expected_s, self._most_s(deadline))
 
     @contextlib.asynccontextmanager
     async def seat(
@@ -182,8 +185,10 @@ class Admission:
         num_own = len(queue.by_caller[waiter.caller])
         if limits.waiting is not None and num_own > limits.waiting:
             raise self._full(f"{num_own - 1} of this caller's requests wait")
-        expected_s = self._expected_s(waiter)
-        patience_s = self._patience_s(waiter, deadline)
+        expected_s = self._expected_s(waiter.priority, queue.ahead_of(waiter))
+        self._check_in_time(expected_s, self._patience_s(waiter, deadline))
+
+    def _check_in_time(self, expected_s: float, patience_s: float) -> None:
         if expected_s > patience_s:
             self.counters["refused_late"] += 1
             raise ResourceExhausted(
@@ -211,12 +216,15 @@ class Admission:
 
     def _patience_s(self, waiter: Waiter, deadline: float) -> float:
         """How long it may wait from now on."""
-        left = deadline - self._now()
-        left -= min(_MARGIN * left, _MOST_MARGIN_S)
-        most = self._limits.max_wait_s
+        most = self._most_s(deadline)
         if not self._seats.serves(waiter.demand.model):
             most = min(most, self._limits.target_wait_s)
-        return max(min(left, most), 0.0)
+        return most
+
+    def _most_s(self, deadline: float) -> float:
+        left = deadline - self._now()
+        left -= min(_MARGIN * left, _MOST_MARGIN_S)
+        return max(min(left, self._limits.max_wait_s), 0.0)
 
     def _next(self, full: set[str]) -> Waiter | None:
         """Whose turn it is: the highest class, in it the caller with the least for its weight."""
@@ -239,12 +247,11 @@ class Admission:
         """When it is a caller's turn; one who comes anew has missed none."""
         return max(self._finish.get(caller, 0.0), self._virtual_time)
 
-    def _expected_s(self, waiter: Waiter) -> float:
+    def _expected_s(self, priority: Priority, ahead: int) -> float:
         """How long until its turn, 0 as long as nothing is known: as many as are ahead have to end,
         and of those who run one ends every mean duration / number of them (Little's law)."""
-        higher = _CLASSES[: _CLASSES.index(waiter.priority)]
-        ahead = sum(self._queues[priority].size for priority in higher)
-        ahead += self._queues[waiter.priority].ahead_of(waiter)
+        higher = _CLASSES[: _CLASSES.index(priority)]
+        ahead += sum(self._queues[other].size for other in higher)
         return (ahead + 1) * self._interval_s()
 
     def _interval_s(self) -> float:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.remote.session import RemoteSession, Spent
@@ -94,29 +94,27 @@ class Piece:
     times: RoundTimes
     rounds: tuple[RoundRecord, ...] = ()
 
-    def __add__(self, later: "Piece") -> "Piece":
-        return Piece(
-            self.released + later.released,
-            self.stats + later.stats,
-            self.times + later.times,
-            self.rounds + later.rounds,
+    @classmethod
+    def joined(cls, pieces: "Sequence[Piece]") -> "Piece":
+        """Several, told as one."""
+        return cls(
+            Released.joined([piece.released for piece in pieces]),
+            sum((piece.stats for piece in pieces), SpeculationStats()),
+            sum((piece.times for piece in pieces), RoundTimes()),
+            tuple(itertools.chain.from_iterable(piece.rounds for piece in pieces)),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """What a round brought, before anyone is told; several where a target went on by itself."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: Sequence[Verdict]
+    token_ids: Sequence[int]
     times: RoundTimes
     dropped: int
     failed: int
     """Rounds that went without a proposal because the proposer failed."""
-    rounds: tuple[RoundRecord, ...] = ()
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for verdict in self.verdicts for token in verdict.token_ids)
+    records: Sequence[RoundRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,27 +139,28 @@ class Whereabouts(Protocol):
         """How the last round went in which the target asked it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One verdict, what the target spent on it, and how it came by the proposal if it asked."""
+_NO_REPORT = DraftReport()
+_NO_PROPOSAL = Proposed(Proposal())
+
+
+class _Round(NamedTuple):
+    """One verdict, what the target spent on it, and how it came by the proposal if it `asked`."""
 
     verdict: Verdict
     spent: Spent
-    report: DraftReport | None = None
+    report: DraftReport = _NO_REPORT
+    asked: bool = False
 
     @classmethod
     def of(cls, reply: worker_pb2.Reply) -> "_Round":
         verified = reply.verified
-        spent = Spent.of(reply, verified.timing)
+        verdict, spent = verdict_from_proto(verified), Spent.of(reply, verified.timing)
         if not verified.HasField("draft"):
-            return cls(verdict_from_proto(verified), spent)
+            return cls(verdict, spent)
         report = report_from_proto(verified.draft)
         # While the draft was asked the session was not with the target.
         spent = replace(spent, worker_us=max(spent.worker_us - report.trip_us, 0))
-        return cls(verdict_from_proto(verified), spent, report)
-
-
-_NO_REPORT = DraftReport()
+        return cls(verdict, spent, report, asked=True)
 
 
 @dataclass(slots=True)
@@ -203,25 +202,35 @@ class Decoder:
         Raises OutriderError when it cannot go on. Closing the iterator stops the work.
         """
         self._round_ended = time.perf_counter()
-        running = asyncio.create_task(self._round(0))
+        ahead: asyncio.Task[_Outcome] | None = None
+        length = 0
         try:
             while self.output.finish_reason is None:
-                outcome = await running
-                goes_on = self.output.goes_on_after(outcome.token_ids)
-                if goes_on:
+                outcome = await (ahead or self._round(length))
+                ahead = None
+                if self._starts_at_once(outcome):
                     # The next round starts first: text and statistics are made while it computes.
                     self._untold = len(outcome.token_ids)
-                    running = asyncio.create_task(self._round(self._length()))
+                    ahead = asyncio.create_task(self._round(self._length()))
                     for _ in range(_STEPS_TO_SEND):
                         await asyncio.sleep(0)
                 piece = self._piece(outcome)
                 self._untold = 0
-                if not goes_on and self.output.finish_reason is None:
-                    running = asyncio.create_task(self._round(self._length()))
                 yield piece
+                length = self._length()
         finally:
-            running.cancel()
-            await asyncio.wait([running])
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.wait([ahead])
+
+    @property
+    def follows(self) -> bool:
+        """Further rounds come without being asked for."""
+        return self.target is not None and self.target.has_more
+
+    def _starts_at_once(self, outcome: "_Outcome") -> bool:
+        """Whether the next round has to be asked for, and is known to come."""
+        return not self.follows and self.output.goes_on_after(outcome.token_ids)
 
     def _length(self) -> int:
         """Guesses for the next round: not more than could be emitted before the last token."""
@@ -231,65 +240,61 @@ class Decoder:
         proposed = await self._propose(length)
         started = time.perf_counter()
         rounds, dropped = await self._verify(proposed.proposal)
-        waited_us = sum(round_.report.wait_us for round_ in rounds if round_.report)
-        verify_us = max(_elapsed_us(started) - waited_us, 0)
-        rounds_us = _elapsed_us(self._round_ended)
-        if self.whereabouts is not None and rounds[-1].report is not None:
+        ended = time.perf_counter()
+        took = _Took(
+            rounds_us=int((ended - self._round_ended) * 1e6),
+            verify_us=int((ended - started) * 1e6),
+        )
+        self._round_ended = ended
+        if self.whereabouts is not None and rounds[-1].asked:
             self.whereabouts.drafted(failed=rounds[-1].report.failed)
-        # Of rounds that came together only the first can have a proposal from here.
-        first, *others = rounds
-        reports = [first.report or proposed.report, *(r.report or _NO_REPORT for r in others)]
+        if not rounds[0].asked:  # Only the first of several can have a proposal from here.
+            rounds[0] = rounds[0]._replace(report=proposed.report)
+        token_ids = [token for round_ in rounds for token in round_.verdict.token_ids]
+        records = self._records(rounds, took)
+        self._tune()
+        failed = 0
+        for round_ in rounds:
+            dropped += round_.report.dropped
+            failed += round_.report.failed
+        verdicts = [round_.verdict for round_ in rounds]
+        return _Outcome(verdicts, token_ids, took.times(rounds), dropped, failed, records)
+
+    def _records(self, rounds: "list[_Round]", took: "_Took") -> list[RoundRecord]:
+        """Append rounds to the log, and let the controller know. Of plain rounds that came together
+        one speaks for all, unless each is to be told of."""
+        count = len(rounds)
+        asked = [round_.report.asked for round_ in rounds]
+        alike = count > 1 and not self.report_rounds and not any(asked)
+        ended, round_s = time.monotonic(), took.rounds_us / 1e6 / count
+        verify_s = took.verify_us_of(rounds) / 1e6 / count
         records = []
-        asked = [report.asked for report in reports]
-        # Of plain rounds that came together one speaks for all, unless each is to be told of.
-        alike = not self.report_rounds and not any(asked)
-        ended, round_s = time.monotonic(), rounds_us / 1e6 / len(rounds)
-        for number, (round_, report) in enumerate(zip(rounds, reports, strict=True), 1):
-            self.log.append(round_.verdict.token_ids)
-            if alike and number < len(rounds):
+        for number, (verdict, spent, report, _) in enumerate(rounds, 1):
+            self.log.append(verdict.token_ids)
+            if alike and number < count:
                 continue
             seen = Observation(
-                num_proposed=round_.verdict.num_proposed,
-                num_accepted=round_.verdict.num_accepted,
+                num_proposed=verdict.num_proposed,
+                num_accepted=verdict.num_accepted,
                 draft_s=report.wait_us / 1e6,
-                verify_s=verify_us / 1e6 / len(rounds),
-                batch_rows=round_.spent.batch_rows,
+                verify_s=verify_s,
+                batch_rows=spent.batch_rows,
                 context_len=len(self.log),
                 hit=report.hit,
                 round_s=round_s,
-                compute_s=round_.spent.compute_us / 1e6,
+                compute_s=spent.compute_us / 1e6,
                 proposal_s=(report.took_us or report.worker_us) / 1e6,
-                num_asked=asked[number - 1],
+                num_asked=report.asked,
                 prepared=report.prepared,
                 rank=report.rank,
                 after_bonus=self._after_bonus,
-                run_ahead=round_.verdict.run_ahead,
-                num_beside=round_.verdict.num_beside,
+                run_ahead=verdict.run_ahead,
+                num_beside=verdict.num_beside,
             )
-            records.append(
-                self._observe(
-                    seen,
-                    ended - round_s * (len(rounds) - number),
-                    len(rounds) if alike else 1,
-                )
-            )
-            self._after_bonus = seen.num_accepted == seen.num_proposed
-        self._last = rounds[-1].verdict
-        self._tune()
-        times = RoundTimes(
-            rounds_us=rounds_us,
-            draft_us=sum(report.wait_us for report in reports),
-            verify_us=verify_us,
-            draft_compute_us=sum(report.compute_us for report in reports),
-            verify_compute_us=sum(round_.spent.compute_us for round_ in rounds),
-            draft_worker_us=sum(_exposed_us(report) for report in reports),
-            verify_worker_us=sum(round_.spent.worker_us for round_ in rounds),
-        )
-        self._round_ended = time.perf_counter()
-        dropped += sum(report.dropped for report in reports)
-        failed = sum(report.failed for report in reports)
-        verdicts = tuple(round_.verdict for round_ in rounds)
-        return _Outcome(verdicts, times, dropped, failed, tuple(records))
+            speaks_for = count if alike else 1
+            records.append(self._observe(seen, ended - round_s * (count - number), speaks_for))
+            self._after_bonus = verdict.num_accepted == verdict.num_proposed
+        return records
 
     def _observe(self, seen: Observation, ended: float, count: int) -> RoundRecord:
         controller = self.controller
@@ -306,18 +311,18 @@ class Decoder:
             [source for verdict in verdicts for source in verdict.sources],
             [p for verdict in verdicts for p in verdict.logprobs] if self.with_logprobs else None,
         )
-        counted = SpeculationStats(
+        # Rounds that a target went on with behind the end have told nothing.
+        taken, told = self.output.num_taken - before, 0
+        while taken > 0:
+            taken -= len(verdicts[told].token_ids)
+            told += 1
+        stats = stats_of(
+            verdicts[:told],
             dropped_proposals=outcome.dropped,
             fallback_rounds=outcome.failed,
-            buffer_hits=sum(record.seen.hit is True for record in outcome.rounds),
-            buffer_misses=sum(record.seen.hit is False for record in outcome.rounds),
+            hits=[record.seen.hit for record in outcome.records],
         )
-        # Rounds that a target went on with behind the end have told nothing.
-        ends = itertools.accumulate(len(verdict.token_ids) for verdict in verdicts)
-        starts = [0, *ends][:-1]
-        taken = self.output.num_taken - before
-        told = [v for v, start in zip(verdicts, starts, strict=True) if start < taken]
-        return Piece(released, counted + stats_of(told), outcome.times, outcome.rounds[: len(told)])
+        return Piece(released, stats, outcome.times, tuple(outcome.records[:told]))
 
     @property
     def _left(self) -> int:
@@ -442,30 +447,73 @@ class Decoder:
             self.target.tune(*wanted)
 
 
-def _exposed_us(report: DraftReport) -> int:
-    """Of the time in the draft, what the session waited for."""
-    return min(report.worker_us, report.wait_us)
+class _Took(NamedTuple):
+    """Microseconds that rounds which came together took as seen here: from the end of the ones
+    before, and from the verification on."""
+
+    rounds_us: int
+    verify_us: int
+
+    def verify_us_of(self, rounds: "list[_Round]") -> int:
+        """Without the waits for a draft that the target asked."""
+        waited_us = sum([round_.report.wait_us for round_ in rounds if round_.asked])
+        return max(self.verify_us - waited_us, 0)
+
+    def times(self, rounds: "list[_Round]") -> RoundTimes:
+        draft_us = draft_compute_us = draft_worker_us = verify_compute_us = verify_worker_us = 0
+        for _, spent, report, _ in rounds:
+            draft_us += report.wait_us
+            draft_compute_us += report.compute_us
+            # Of the time in the draft, what the session waited for.
+            draft_worker_us += min(report.worker_us, report.wait_us)
+            verify_compute_us += spent.compute_us
+            verify_worker_us += spent.worker_us
+        return RoundTimes(
+            rounds_us=self.rounds_us,
+            draft_us=draft_us,
+            verify_us=self.verify_us_of(rounds),
+            draft_compute_us=draft_compute_us,
+            verify_compute_us=verify_compute_us,
+            draft_worker_us=draft_worker_us,
+            verify_worker_us=verify_worker_us,
+        )
 
 
-def stats_of(verdicts: Sequence[Verdict]) -> SpeculationStats:
-    """The counts of some rounds."""
+def stats_of(
+    verdicts: Sequence[Verdict],
+    *,
+    dropped_proposals: int = 0,
+    fallback_rounds: int = 0,
+    hits: Sequence[bool | None] = (),
+) -> SpeculationStats:
+    """The counts of some rounds; `hits` are the verdicts that an outcome buffer was asked for."""
     guessed = [verdict for verdict in verdicts if verdict.num_guesses]
-    plain = len(verdicts) - len(guessed)
-    return sum(map(_stats_of_guesses, guessed), SpeculationStats(rounds=plain, plain=plain))
-
-
-def _stats_of_guesses(verdict: Verdict) -> SpeculationStats:
-    """The counts of one round that verified something."""
-    own = verdict.sources[-1]
-    positions = range(verdict.num_guesses)
+    if not guessed:
+        return SpeculationStats(
+            rounds=len(verdicts),
+            plain=len(verdicts),
+            dropped_proposals=dropped_proposals,
+            fallback_rounds=fallback_rounds,
+            buffer_hits=hits.count(True),
+            buffer_misses=hits.count(False),
+        )
+    proposed = [verdict.num_guesses for verdict in guessed]
+    accepted = [verdict.num_survived for verdict in guessed]
+    last = [verdict.sources[-1] for verdict in guessed]
+    positions = range(max(proposed))
     return SpeculationStats(
-        rounds=1,
-        proposed=verdict.num_guesses,
-        accepted=verdict.num_survived,
-        recovered=int(own is TokenSource.RECOVERED),
-        bonus=int(own is TokenSource.BONUS),
-        proposed_by_position=(1,) * verdict.num_guesses,
-        accepted_by_position=tuple(int(i < verdict.num_survived) for i in positions),
+        rounds=len(verdicts),
+        proposed=sum(proposed),
+        accepted=sum(accepted),
+        recovered=last.count(TokenSource.RECOVERED),
+        bonus=last.count(TokenSource.BONUS),
+        plain=len(verdicts) - len(guessed),
+        dropped_proposals=dropped_proposals,
+        fallback_rounds=fallback_rounds,
+        buffer_hits=hits.count(True),
+        buffer_misses=hits.count(False),
+        proposed_by_position=tuple([sum([n > i for n in proposed]) for i in positions]),
+        accepted_by_position=tuple([sum([n > i for n in accepted]) for i in positions]),
     )
 
 

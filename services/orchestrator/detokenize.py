@@ -74,13 +74,15 @@ class IncrementalDetokenizer:
 
     def push_spans(self, token_ids: Iterable[int]) -> list[Span]:
         """As `push`, with the tokens that each piece comes from; no span is empty."""
-        spans: list[Span] = []
-        for token_id in token_ids:
-            piece = self._tokenizer.piece(token_id)
-            if piece is not None:
-                index = self._num_tokens
-                spans += _through(self._stages, [Span(piece, index, index)])
-            self._num_tokens += 1
+        return [span for token_id in token_ids for span in self.push_span(token_id)]
+
+    def push_span(self, token_id: int) -> list[Span]:
+        """The same of one token."""
+        index, piece = self._num_tokens, self._tokenizer.piece(token_id)
+        self._num_tokens += 1
+        if piece is None:
+            return []
+        spans = _through(self._stages, [Span(piece, index, index)])
         return [span for span in spans if span.text]
 
     def flush_spans(self) -> list[Span]:
@@ -162,13 +164,10 @@ class _ByteLevel:
         return self._first if self._waiting else None
 
     def push(self, span: Span) -> list[Span]:
-        data = _piece_bytes(span.text)
-        if not self._waiting:
-            try:
-                return [Span(data.decode("utf-8"), span.first, span.last)]
-            except UnicodeDecodeError:
-                pass
-        return [out for byte in data for out in self._push_byte(byte, span.first)]
+        piece, first, last = span
+        if not self._waiting and (text := _piece_text(piece)) is not None:
+            return [Span(text, first, last)]
+        return [out for byte in _piece_bytes(piece) for out in self._push_byte(byte, first)]
 
     def flush(self) -> list[Span]:
         if not self._waiting:
@@ -259,6 +258,15 @@ def _piece_bytes(piece: str) -> bytes:
         return bytes([alphabet[char] for char in piece])
     except KeyError:
         return piece.encode("utf-8")
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _piece_text(piece: str) -> str | None:
+    """Characters that a piece spells, where it spells whole ones."""
+    try:
+        return _piece_bytes(piece).decode("utf-8")
+    except UnicodeDecodeError:
+        return None
 
 
 def decoder_spec(tokenizer: Tokenizer) -> dict[str, Any] | None:

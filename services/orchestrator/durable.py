@@ -99,11 +99,11 @@ class DurableGeneration:
         insist on."""
         assert self._commits is not None
         self._told_len += len(token_ids)
-        if self._strict or not self._commits.error:
-            self._commits.append(token_ids, notes, totals.to_json())
         if self._strict:
-            await self._commits.wait_durable(self._told_len)
+            await self._commits.store(token_ids, notes, totals.to_json())
             return True
+        if not self._commits.error:
+            self._commits.append(token_ids, notes, totals.to_json())
         durable = await self._commits.soon_durable(self._told_len, self._wait_s)
         if not durable:
             self._store.tally.sent_undurable += len(token_ids)

@@ -37,6 +37,7 @@ from services.orchestrator.metrics import Progress
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.notes import NoteFormat
 from services.orchestrator.observed import RequestWatch
+from services.orchestrator.pieces import Pieces
 from services.orchestrator.proposers import (
     DRAFT,
     NGRAM,
@@ -145,9 +146,7 @@ class Generation:
             direct=self._draft.direct() if self._draft is not None else None,
             whereabouts=Whereabouts(seat, self._draft),
         )
-        self._pieces: asyncio.Queue[Piece | OutriderError] = asyncio.Queue(_MAX_PIECES_AHEAD)
-        self._failure: OutriderError | None = None
-        """What is raised once all that came before it is told."""
+        self._pieces = Pieces()
         self._superseded: OutriderError | None = None
         self._ended_by: OutriderError | None = None
         self._offset = taken.told.offset if taken else 0
@@ -180,7 +179,7 @@ class Generation:
                 for part in in_parts(again):
                     yield await self._response(_nothing_but(part), durable=True)
             while self.finish_reason is None:
-                piece = await self._next_piece()
+                piece = await self._pieces.take()
                 yield await self._response(piece, durable=await self._commit(piece))
         except OutriderError as error:
             self._ended_by = await self._explained(error)
@@ -193,23 +192,8 @@ class Generation:
 
     def supersede(self, error: OutriderError) -> None:
         """End the stream by this error: somebody else goes on with the generation."""
-        while not self._pieces.empty():
-            self._pieces.get_nowait()
-        self._failure = self._superseded = error
-        self._pieces.put_nowait(error)
-
-    async def _next_piece(self) -> Piece:
-        """All that is there, as one: whoever lags behind the decoding catches up."""
-        piece = self._failure or await self._pieces.get()
-        if isinstance(piece, OutriderError):
-            raise piece
-        while not self._pieces.empty():
-            later = self._pieces.get_nowait()
-            if isinstance(later, OutriderError):
-                self._failure = later  # What came before it is told first.
-                break
-            piece += later
-        return piece
+        self._superseded = error
+        self._pieces.break_off(error)
 
     async def end(self) -> None:
         """Free everything: on the workers, and in the store what is not to be kept."""
@@ -235,12 +219,15 @@ class Generation:
     async def _decode(self) -> None:
         try:
             async for piece in self._decoder.pieces():
-                await self._pieces.put(piece)
+                self._pieces.put(piece)
+                # Rounds that the target makes by itself are best looked at several at a time, when
+                # those before are on their way.
+                await self._pieces.room(1 if self._decoder.follows else _MAX_PIECES_AHEAD)
         except OutriderError as error:
-            await self._pieces.put(error)
+            self._pieces.end(error)
         except Exception as error:
             logger.exception("decoding failed")
-            await self._pieces.put(InternalError(f"decoding failed: {type(error).__name__}"))
+            self._pieces.end(InternalError(f"decoding failed: {type(error).__name__}"))
 
     async def _begin(self) -> None:
         record = record_of(self.plan, self._model, epoch=self._fence.epoch)

@@ -8,6 +8,7 @@ with, from its first token.
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.errors import (
@@ -68,7 +69,7 @@ class Seats:
 
     def check(self) -> None:
         """Raises PermissionDenied, or ResourceExhausted where waiting is of no use."""
-        self._admission.check(self._tenant, self._priority)
+        self._admission.check(self._tenant, self._priority, self._deadline)
 
     async def take(
         self, plan: GenerationPlan, model: ServedModel, log: TokenLog, *, been_at: str = ""
@@ -136,7 +137,7 @@ class Opener:
         model = self._registry.model(request.model)
         session_id = session_id_for(call.tenant, request.idempotency_key)
         log = TokenLog()
-        plan = await self._plan(request, session_id, model, log)
+        plan = await self._plan(request, session_id, model, log, first=call.seats.check)
         await call.seats.take(plan, model, log)
         try:
             fence = await self._create(plan, model, call.tenant)
@@ -344,12 +345,14 @@ class Opener:
         session_id: str,
         model: ServedModel,
         log: TokenLog,
+        first: Callable[[], None] = lambda: None,
     ) -> GenerationPlan:
         return await self._threads.run(
             plan_generation,
             request,
             model,
             self._defaults,
+            first=first,
             session_id=session_id,
             log_len=len(log),
             last_token=log.tokens[-1] if log.tokens else None,

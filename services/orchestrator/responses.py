@@ -8,6 +8,7 @@ from outrider.v1 import generation_pb2
 from outrider.wire import (
     logprobs_to_proto,
     reason_to_proto,
+    source_to_proto,
     sources_to_proto,
     stats_to_proto,
 )
@@ -33,24 +34,20 @@ def response_of(
         token_sources=sources_to_proto(released.sources),
         text=released.text,
         text_segments=[
-            generation_pb2.TextSegment(length=length, source=source)
-            for (length, _), source in zip(
-                released.segments,
-                sources_to_proto(source for _, source in released.segments),
-                strict=True,
-            )
+            generation_pb2.TextSegment(length=length, source=source_to_proto(source))
+            for length, source in released.segments
         ],
-        logprobs=logprobs_to_proto(released.logprobs),
         durable=durable,
         seed=plan.sampling.seed,
         speculation=stats_to_proto(piece.stats),
-        cut_text=released.cut_text,
-        matched_stop=released.matched_stop,
     )
+    if released.logprobs:
+        response.logprobs.extend(logprobs_to_proto(released.logprobs))
     if plan.report_rounds:
         response.rounds.extend(map(_round_to_proto, piece.rounds))
     if released.finish_reason is not None:
         response.finish_reason = reason_to_proto(released.finish_reason)
+        response.cut_text, response.matched_stop = released.cut_text, released.matched_stop
     return response
 
 

@@ -6,14 +6,17 @@ the orchestrator commits and the client sees: a token whose text may turn out to
 string is held until that is known. Nothing that it releases depends on how the pushes were cut.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from outrider.errors import InternalError, InvalidArgument
 from outrider.types import FinishReason, PositionLogprobs, TokenSource
 from services.orchestrator.detokenize import IncrementalDetokenizer, Span
 from services.orchestrator.text import ChatTokenizer
+
+T = TypeVar("T")
 
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 16
@@ -95,14 +98,23 @@ class Released:
 
     def __add__(self, later: "Released") -> "Released":
         """Both, told as one."""
+        return Released.joined((self, later))
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Released]") -> "Released":
+        """All of them, told as one; the last one may be the end."""
         return replace(
-            later,
-            token_ids=self.token_ids + later.token_ids,
-            sources=self.sources + later.sources,
-            logprobs=self.logprobs + later.logprobs,
-            text=self.text + later.text,
-            segments=self.segments + later.segments,
+            parts[-1],
+            token_ids=_chained([part.token_ids for part in parts]),
+            sources=_chained([part.sources for part in parts]),
+            logprobs=_chained([part.logprobs for part in parts]),
+            text="".join([part.text for part in parts]),
+            segments=_chained([part.segments for part in parts]),
         )
+
+
+def _chained(parts: Sequence[tuple[T, ...]]) -> tuple[T, ...]:
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 class OutputStream:
@@ -201,8 +213,8 @@ class OutputStream:
         Raises InternalError where the lists differ in length, or after the finish.
         """
         self._check(token_ids, sources, logprobs)
-        for index, (token_id, source) in enumerate(zip(token_ids, sources, strict=True)):
-            token = _Token(token_id, source, None if logprobs is None else logprobs[index])
+        notes = itertools.repeat(None) if logprobs is None else logprobs
+        for token in map(_Token, token_ids, sources, notes):
             reason = self._take(token)
             if match := self._matcher.found():
                 return self._finish_at_string(match)
@@ -235,7 +247,7 @@ class OutputStream:
         index = self._detokenizer.num_tokens
         self._held.append(token)
         self._sources.append(token.source)
-        spans = self._detokenizer.push_spans((token.token_id,))
+        spans = self._detokenizer.push_span(token.token_id)
         reason = self._rules.reason_at(token.token_id, index, self._prompt_len)
         if reason is not None:
             spans += self._detokenizer.flush_spans()
@@ -255,10 +267,10 @@ class OutputStream:
         if self._finish_reason is None and self._rules.stop_strings:
             end = self._first_token(self._text_len - self._matcher.reach)
         texts = []
-        for _, span in self._spans:
-            if span.last >= end:
+        for _, (text, first, last) in self._spans:
+            if last >= end:
                 break
-            texts.append((span.text, span.first))
+            texts.append((text, first))
         del self._spans[: len(texts)]
         return self._emit(end, texts)
 
@@ -301,15 +313,17 @@ class OutputStream:
         end = max(end, self._num_released)
         count = end - self._num_released
         tokens = self._held[:count]
-        texts = self._untold(texts)
+        if self._told_chars:
+            texts = self._untold(texts)
         self._held = [] if self._finish_reason is not None else self._held[count:]
         self._num_released = end
+        # Tuples of lists: generators take longer, and this is done each round.
         return Released(
-            token_ids=tuple(token.token_id for token in tokens),
-            sources=tuple(token.source for token in tokens),
-            logprobs=tuple(token.logprob for token in tokens if token.logprob is not None),
-            text="".join(text for text, _ in texts),
-            segments=tuple((len(text), self._sources[first]) for text, first in texts if text),
+            token_ids=tuple([token.token_id for token in tokens]),
+            sources=tuple([token.source for token in tokens]),
+            logprobs=tuple([token.logprob for token in tokens if token.logprob is not None]),
+            text="".join([text for text, _ in texts]),
+            segments=tuple([(len(text), self._sources[first]) for text, first in texts if text]),
             finish_reason=self._finish_reason,
             cut_text=cut_text,
             matched_stop=matched_stop,

@@ -35,6 +35,10 @@ from services.orchestrator.store_values import (
 __all__ = ["GenerationRecord", "SessionStore", "StoredSession"]
 
 
+_READING = frozenset({"get", "take", "resume"})
+"""Operations whose reply may hold the whole log."""
+
+
 class SessionStore:
     """Session state in Redis; made by `connect`, ended by `close`. `index` tells whose they are.
 
@@ -336,7 +340,8 @@ class SessionStore:
 
     async def _call(self, session_id: str, operation: str, *args: str | bytes | int) -> list[Any]:
         with self.tally.operation(operation):
-            reply = await self._client.call(_keys(session_id), (operation, *args))
+            ask = self._client.call_alone if operation in _READING else self._client.call
+            reply = await ask(_keys(session_id), (operation, *args))
             if reply[0] != b"ok":
                 raise refusal(session_id, *reply)
         return reply

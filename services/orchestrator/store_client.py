@@ -7,8 +7,9 @@ cluster: retrying does not help). Credentials of the URL appear in no message an
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis.exceptions as redis_errors
 
@@ -21,7 +22,7 @@ from outrider.errors import (
 )
 from outrider.store_probe import SESSION_RIGHTS, probe_key, probe_store
 from outrider.v1 import facts_pb2
-from services.orchestrator.store_servers import Servers, open_servers
+from services.orchestrator.store_servers import Command, Servers, open_servers
 
 KEY_PREFIX = "outrider:"
 RIGHTS = SESSION_RIGHTS
@@ -32,6 +33,13 @@ CLUSTER_RIGHTS = "+cluster|slots +asking"
 
 _DENIED_IN_SCRIPT = ("ACL failure in script", "The user executing the script")
 _NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNKILLABLE")
+
+
+class _OnKey(NamedTuple):
+    """A command, and the key whose server it is for."""
+
+    key: str
+    command: tuple[Command, ...]
 
 
 class ScriptClient:
@@ -124,23 +132,44 @@ class ScriptClient:
         )
 
     async def call(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
-        """Run the script. The reply's first item is its status."""
-        reply: list[Any] = await self._within_deadline(self._call(keys, args))
+        """Run the script, together with what others ask for at the moment. The reply's first item
+        is its status."""
+        started = time.monotonic()
+        try:
+            what = self._by_sha(keys, args)
+            reply: list[Any] = await self._servers.execute_together(what.key, *what.command)
+        except redis_errors.NoScriptError:  # first use, restart, failover or SCRIPT FLUSH
+            left_s = self._timeout_s - (time.monotonic() - started)
+            reply = await self._within_deadline(self._execute(self._by_text(keys, args)), left_s)
+        except (redis_errors.RedisError, OSError) as error:
+            raise self._translate(error) from None
         return reply
 
-    async def _call(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+    async def call_alone(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        """The same over a connection of its own: for large replies, which nobody should wait for
+        but who asked."""
+        reply: list[Any] = await self._within_deadline(self._alone(keys, args))
+        return reply
+
+    async def _alone(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         try:
-            return await self._run("EVALSHA", self._sha, keys, args)
-        except redis_errors.NoScriptError:  # first use, restart, failover or SCRIPT FLUSH
-            return await self._run("EVAL", self._script, keys, args)
+            return await self._execute(self._by_sha(keys, args))
+        except redis_errors.NoScriptError:
+            return await self._execute(self._by_text(keys, args))
 
-    async def _run(self, how: str, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        return await self._servers.execute(keys[0], how, script, len(keys), *keys, *args)
+    def _by_sha(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> "_OnKey":
+        return _OnKey(keys[0], ("EVALSHA", self._sha, len(keys), *keys, *args))
 
-    async def _within_deadline(self, work: Any) -> Any:
+    def _by_text(self, keys: Sequence[str], args: Sequence[str | bytes | int]) -> "_OnKey":
+        return _OnKey(keys[0], ("EVAL", self._script, len(keys), *keys, *args))
+
+    async def _execute(self, what: "_OnKey") -> Any:
+        return await self._servers.execute(what.key, *what.command)
+
+    async def _within_deadline(self, work: Any, timeout_s: float | None = None) -> Any:
         # One deadline over waiting for a connection, connecting, and all round trips.
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
                 return await work
         except (redis_errors.RedisError, OSError) as error:  # OSError: TimeoutError too
             raise self._translate(error) from None

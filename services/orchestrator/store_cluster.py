@@ -32,6 +32,7 @@ class Cluster:
     ) -> None:
         self._hosts = tuple(hosts)
         self._connect = connect
+        self._timeout_s = timeout_s
         self._patience_s = timeout_s / 4
         self._clients: dict[Address, Redis] = {}
         self._slots: dict[int, Address] = {}
@@ -70,6 +71,11 @@ class Cluster:
                 self._stale = True
                 raise
         raise redis_errors.TryAgainError(f"TRYAGAIN slot {slot} is under way for too long")
+
+    async def execute_together(self, key: str, *command: str | bytes | int) -> Any:
+        """By itself: where a slot is may change from command to command."""
+        async with asyncio.timeout(self._timeout_s):
+            return await self.execute(key, *command)
 
     async def client_of(self, key: str) -> Redis:
         """Of the node that has the key's slot, as far as is known."""

@@ -38,7 +38,8 @@ class CommitQueue:
     it.
 
     Its task lives only while there is something to commit: a queue that is drained holds nothing.
-    One that may still be committing is ended by `close`.
+    One that may still be committing is ended by `close`. A queue is used through `append`, or
+    through `store`, which needs no task.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class CommitQueue:
         self._notes = bytearray()  # as many bytes for each pending token
         self._progress = ""
         self._task: asyncio.Task[None] | None = None
+        self._commits_now = False
+        """In the task, or in that of whoever called `store`."""
         self._changed = asyncio.Event()
 
     @property
@@ -81,14 +84,28 @@ class CommitQueue:
 
         `notes` are on these tokens, equally long ones on each; `progress` is as of the last one.
         """
+        self._take(token_ids, notes, progress)
+        if self._pending and not self._commits_now:
+            self._commits_now = True
+            self._task = asyncio.create_task(self._run(), name="commit-queue")
+        return self.verified_len
+
+    async def store(self, token_ids: Sequence[int], notes: bytes = b"", progress: str = "") -> None:
+        """Take tokens as `append` does, and wait until Redis has them: without a task, which costs
+        as much as the rest of a commit."""
+        self._take(token_ids, notes, progress)
+        length = self.verified_len
+        if self._pending and not self._commits_now:
+            self._commits_now = True
+            await self._run()
+        await self.wait_durable(length)
+
+    def _take(self, token_ids: Sequence[int], notes: bytes, progress: str) -> None:
         if self.error:
             raise self.error
         self._pending.extend(token_ids)
         self._notes += notes
         self._progress = progress
-        if self._pending and self._task is None:
-            self._task = asyncio.create_task(self._run(), name="commit-queue")
-        return self.verified_len
 
     async def wait_durable(self, length: int) -> None:
         """Until Redis has the first `length` tokens, or `error`."""
@@ -139,7 +156,7 @@ class CommitQueue:
             self.error = InternalError(f"commit failed: {type(error).__name__}: {error}")
             self.error.__cause__ = error
         finally:
-            self._task = None
+            self._task, self._commits_now = None, False
             self._announce()
 
     async def _commit_all(self) -> None:

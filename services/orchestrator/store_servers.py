@@ -2,7 +2,7 @@
 know, or a cluster. Errors are Redis's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,7 @@ from redis.backoff import ConstantBackoff
 
 from outrider.errors import InvalidArgument
 from outrider.redis_url import SENTINEL, RedisServers, is_tls, parse_store_url, url_error
+from services.orchestrator.store_batches import Batches
 from services.orchestrator.store_cluster import Cluster
 from services.orchestrator.store_sentinel import PrimaryFinder, connection_to_primary
 from services.orchestrator.store_tls import RenewedSslConnection
@@ -30,6 +31,10 @@ class Servers(Protocol):
     async def execute(self, key: str, *command: Command) -> Any:
         """Run a command on the server that has `key`; what it touches lies in that key's slot.
         Every command may be repeated."""
+
+    async def execute_together(self, key: str, *command: Command) -> Any:
+        """The same, in one write with what others ask of the server in this turn of the event loop,
+        if it can be, and within the deadline."""
 
     async def client_of(self, key: str) -> Redis:
         """Of the server that has `key` now, for who looks at it; it may be asked repeatedly."""
@@ -51,6 +56,7 @@ class Access:
     username: str = ""
     password: str = field(default="", repr=False)
     database: int = 0
+    read_timeout_s: float | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -58,7 +64,8 @@ class Access:
             "protocol": 2,
             "max_connections": MAX_CONNECTIONS,
             "timeout": self.timeout_s,
-            "socket_timeout": self.timeout_s,
+            # Who waits has a deadline over all of an operation; one for each read costs time.
+            "socket_timeout": self.read_timeout_s,
             "socket_connect_timeout": self.timeout_s,
             # A pooled connection may have died unnoticed. Every operation can be repeated.
             "retry": Retry(ConstantBackoff(0.01), 1, (redis_errors.ConnectionError,)),
@@ -82,13 +89,22 @@ class OneServer:
     connections there are, and the next ones go to where it is then. So they do where a name stands
     for another server now."""
 
-    def __init__(self, client: Redis, finder: PrimaryFinder | None = None) -> None:
+    def __init__(
+        self, client: Redis, timeout_s: float, finder: PrimaryFinder | None = None
+    ) -> None:
         self._client = client
+        self._batches = Batches(client.connection_pool, timeout_s)
         self._finder = finder
 
     async def execute(self, key: str, *command: Command) -> Any:
+        return await self._minding(self._client.execute_command(*command))  # type: ignore[no-untyped-call]
+
+    async def execute_together(self, key: str, *command: Command) -> Any:
+        return await self._minding(self._batches.execute(command))
+
+    async def _minding(self, work: Awaitable[Any]) -> Any:
         try:
-            return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
+            return await work
         except redis_errors.ReadOnlyError:
             await self._reconnect()
             raise
@@ -104,6 +120,7 @@ class OneServer:
         await self.execute("", "PING")
 
     async def close(self) -> None:
+        await self._batches.close()
         await self._client.aclose()
         if self._finder is not None:
             await self._finder.close()
@@ -147,7 +164,7 @@ def _one_server(url: str, access: Access) -> Servers:
         raise url_error("cannot be read", field="redis_url", several=True) from None
     if is_tls(url):
         pool.connection_class = RenewedSslConnection
-    return OneServer(Redis.from_pool(pool))
+    return OneServer(Redis.from_pool(pool), access.timeout_s)
 
 
 def _several(servers: RedisServers, access: Access) -> Servers:
@@ -161,6 +178,7 @@ def _several(servers: RedisServers, access: Access) -> Servers:
             plain,
             servers.sentinel_username,
             servers.sentinel_password,
+            read_timeout_s=patience_s,
         )
         finder = PrimaryFinder(servers.service, [sentinels.client(*at) for at in servers.hosts])
         plain = connection_to_primary(finder, plain)
@@ -173,7 +191,7 @@ def _several(servers: RedisServers, access: Access) -> Servers:
         servers.database,
     )
     if servers.kind == SENTINEL:
-        return OneServer(own.client("", 0), finder)
+        return OneServer(own.client("", 0), access.timeout_s, finder)
     return Cluster(servers.hosts, own.client, timeout_s=access.timeout_s)
 
 

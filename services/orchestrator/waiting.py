@@ -40,8 +40,14 @@ class Queue:
 
     def ahead_of(self, waiter: Waiter) -> int:
         """Those who get their turn before, where callers take turns."""
-        own = list(self.by_caller[waiter.caller]).index(waiter)
-        others = (q for caller, q in self.by_caller.items() if caller != waiter.caller)
+        return self._ahead(waiter.caller, list(self.by_caller[waiter.caller]).index(waiter))
+
+    def ahead_of_next(self, caller: str) -> int:
+        """The same for a request that this caller would add."""
+        return self._ahead(caller, len(self.by_caller.get(caller, ())))
+
+    def _ahead(self, caller: str, own: int) -> int:
+        others = (queue for other, queue in self.by_caller.items() if other != caller)
         return own + sum(min(len(queue), own + 1) for queue in others)
 
     def __iter__(self) -> Iterator[Waiter]:

@@ -79,7 +79,7 @@ class Desk:
 
         async def hold() -> None:
             try:
-                self.admission.check(caller, priority)
+                self.admission.check(caller, priority, deadline)
                 async with self.admission.seat(caller, priority, wanted, deadline):
                     self.began.append(name)
                     await self._ends[name].wait()
@@ -299,6 +299,22 @@ async def test_a_request_that_waits_too_long_is_refused_before_its_deadline():
         assert one.admission.counters["refused_late"] == 2
 
 
+async def test_a_request_whose_turn_comes_too_late_is_refused_before_it_joins():
+    clock = Clock()
+    async with desk(1, max_wait_s=100.0, now=clock) as one:
+        for number in range(8):  # Ten seconds each.
+            await one.ask(f"{number}")
+            clock.now += 10.0
+            await one.end(f"{number}")
+        await one.ask("runs")
+        one.admission.check("a", NORMAL, clock.now + 5.0)  # Nobody waits: it may get a seat.
+        await one.ask("waits", deadline=clock.now + 50.0)
+        with pytest.raises(ResourceExhausted, match=r"turn would come in 20\.0 s") as late:
+            one.admission.check("a", NORMAL, clock.now + 15.0)
+        assert late.value.retry_after_s
+        one.admission.check("b", NORMAL, clock.now + 25.0)
+
+
 async def test_a_request_whose_turn_comes_too_late_is_refused_at_once():
     """Ten generations of a second have been seen, of which one runs at a time."""
     clock = Clock()
@@ -314,7 +330,7 @@ async def test_a_request_whose_turn_comes_too_late_is_refused_at_once():
         for n in range(10):
             await one.ask(f"more{n}")
         assert one.admission.num_waiting("m") == 4, "a second each, and 4.5 at most"
-        assert one.refused["more9"].retry_after_s == pytest.approx(5)
+        assert one.refused["more9"].retry_after_s == pytest.approx(4)
 
 
 async def test_callers_who_cancel_leave_no_trace():
