@@ -16,7 +16,8 @@ class Observation:
     not (0: unknown). Where the buffer was asked, it held `prepared` tokens for the place where the
     verdict before had stopped (`after_bonus`: behind all its guesses), and on a hit that verdict's
     own token was of this `rank` among them. `run_ahead` tells of one more guess, verified in place
-    of the bonus, whether it survived (None: there was none).
+    of the bonus, whether it survived (None: there was none). `prompt_rows` of the rows were of
+    prompts, whoever's: such a round says little of what the next one costs.
     """
 
     num_proposed: int
@@ -34,6 +35,7 @@ class Observation:
     rank: int = 0
     after_bonus: bool = False
     run_ahead: bool | None = None
+    prompt_rows: int = 0
 
     @property
     def target_s(self) -> float:

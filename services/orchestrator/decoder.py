@@ -44,6 +44,8 @@ _MAX_ROUNDS = 64
 _STEPS_TO_SEND = 2
 """Turns of the event loop until a new round's entry is with gRPC: the round's, the link's."""
 
+_NO_REPORT = DraftReport()
+
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
@@ -155,13 +157,12 @@ class _Round:
         spent = Spent.of(reply, verified.timing)
         if not verified.HasField("draft"):
             return cls(verdict_from_proto(verified), spent)
+        if not verified.draft.ByteSize():  # A plain round of a plan.
+            return cls(verdict_from_proto(verified), spent, _NO_REPORT)
         report = report_from_proto(verified.draft)
         # While the draft was asked the session was not with the target.
         spent = replace(spent, worker_us=max(spent.worker_us - report.trip_us, 0))
         return cls(verdict_from_proto(verified), spent, report)
-
-
-_NO_REPORT = DraftReport()
 
 
 @dataclass(slots=True)
@@ -263,6 +264,7 @@ class Decoder:
                 rank=report.rank,
                 after_bonus=self._after_bonus,
                 run_ahead=round_.verdict.run_ahead,
+                prompt_rows=round_.spent.prompt_rows,
             )
             records.append(
                 self._observe(
