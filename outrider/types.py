@@ -262,13 +262,14 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class WorkTiming:
-    """Microseconds an entry spent queued and computing, the rows of its last pass, and the tokens
-    whose KV was there."""
+    """Microseconds an entry spent queued and computing, the rows of its last pass, the tokens
+    whose KV was there, and the rows in its passes that brought no logits."""
 
     queue_us: int = 0
     compute_us: int = 0
     batch_rows: int = 0
     cached_tokens: int = 0
+    prompt_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

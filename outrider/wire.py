@@ -457,12 +457,17 @@ def timing_to_proto(timing: WorkTiming) -> worker_pb2.WorkTiming:
         compute_us=timing.compute_us,
         batch_rows=timing.batch_rows,
         cached_tokens=timing.cached_tokens,
+        prompt_rows=timing.prompt_rows,
     )
 
 
 def timing_from_proto(message: worker_pb2.WorkTiming) -> WorkTiming:
     return WorkTiming(
-        message.queue_us, message.compute_us, message.batch_rows, message.cached_tokens
+        message.queue_us,
+        message.compute_us,
+        message.batch_rows,
+        message.cached_tokens,
+        message.prompt_rows,
     )
 
 

@@ -11,7 +11,12 @@ def record(path: Path, run: SystemRun) -> None:
     """Write the rounds of each answer; what they cost is fitted from them when they are read."""
     ahead = any(report.hit is not None for result in run.results for report in result.rounds)
     header = {"mode": "pipelined" if ahead else "sequential"}
-    write(path, header, map(_session, run.results))
+    write(path, header, traced(run))
+
+
+def traced(run: SystemRun) -> list[TracedSession]:
+    """The rounds of each answer, where these were reported."""
+    return [_session(result) for result in run.results]
 
 
 def _session(result: RequestResult) -> TracedSession:

@@ -5,7 +5,7 @@ from typing import Any
 
 from outrider.bench.machine import describe_git, describe_machine
 from outrider.bench.runner import SystemRun
-from outrider.bench.summary import ratios, summarise
+from outrider.bench.summary import of_best_fixed, ratios, summarise
 
 
 def build_report(
@@ -21,6 +21,7 @@ def build_report(
     return {
         "runs": summaries,
         "ratios": ratios(summaries),
+        "of_best_fixed": of_best_fixed(summaries),
         "models": models,
         "settings": settings,
         "machine": describe_machine(),

@@ -56,6 +56,29 @@ def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def of_best_fixed(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
+    """By category, tok_s where the controller chose (`speculative`) over that of the best fixed
+    length, plain decoding (k = 0) included, and which that was. Empty where nothing was fixed."""
+    by_name = {run["system"]: run["per_category"] for run in runs}
+    fixed = [name for name in by_name if name == "plain" or name.startswith("k=")]
+    if "speculative" not in by_name or fixed in ([], ["plain"]):
+        return {}
+    return {
+        category: _of_best(
+            {name: by_name[name][category]["tok_s"] for name in fixed}, ours["tok_s"]
+        )
+        for category, ours in by_name["speculative"].items()
+    }
+
+
+def _of_best(fixed: dict[str, float | None], ours: float | None) -> dict[str, Any] | None:
+    known = {name: rate for name, rate in fixed.items() if rate}
+    if not known or not ours:
+        return None
+    best = max(known, key=lambda name: known[name])
+    return {"ratio": ours / known[best], "best": best}
+
+
 def _paired(mine: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> float:
     pairs = zip(mine, other, strict=True)
     known = [a["tok_s"] / b["tok_s"] for a, b in pairs if a["tok_s"] and b["tok_s"]]

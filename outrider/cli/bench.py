@@ -21,6 +21,7 @@ from outrider.bench.prompts import BenchPrompt, default_prompts, read_prompts, s
 from outrider.bench.recording import record
 from outrider.bench.report import build_report
 from outrider.bench.runner import run_interleaved
+from outrider.bench.summary import of_best_fixed
 from outrider.bench.systems import OutriderSystem, System, TransformersSystem
 from outrider.cli import options
 from outrider.cli.backend import Backend, open_backend
@@ -242,10 +243,18 @@ def _table(title: str, runs: Sequence[dict[str, Any]]) -> Table:
 
 
 def _categories(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
+    """With the controller over the best of the fixed lengths, where these were run."""
     table = _table("tokens/s by category", runs)
+    shares = of_best_fixed(runs)
+    if shares:
+        table.add_column("of best\nfixed", justify="right", no_wrap=True)
     for name in names:
         values = [run["per_category"][name] for run in runs]
-        table.add_row(name, *(_number(value["tok_s"], ".1f") for value in values))
+        cells = [_number(value["tok_s"], ".1f") for value in values]
+        if shares:
+            share = shares[name]
+            cells.append("-" if share is None else f"{share['ratio']:.2f} ({share['best']})")
+        table.add_row(name, *cells)
     return table
 
 

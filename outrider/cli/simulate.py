@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.plot import check_plot_library
-from outrider.cli import options
+from outrider.cli import options, simulate_by
 from outrider.errors import InvalidArgument
 from outrider.speculation import plot, traces
 from outrider.speculation.examples import demo_trace
@@ -38,6 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--k-max", type=options.positive, default=8, metavar="K")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
+    simulate_by.add_options(parser)
     group = parser.add_argument_group("injected")
     group.add_argument(
         "--delay-ms",
@@ -83,12 +84,20 @@ def _positive_number(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot_library()
+        if args.by_category:
+            raise InvalidArgument("there is no plot by category", field="plot")
     if args.k_max > MAX_SPECULATIVE_TOKENS:
         raise InvalidArgument(f"at most {MAX_SPECULATIVE_TOKENS}", field="k_max")
-    report = build_report(args)
     out = Console(highlight=False)
-    for table in tables(report):
-        out.print(table)
+    trace = traces.read(args.trace) if args.trace else demo_trace()
+    mode = Mode(args.mode) if args.mode else _recorded_mode(trace.mode)
+    if args.by_category:
+        report = simulate_by.build_report(args, trace, mode)
+        out.print(simulate_by.table(report))
+    else:
+        report = build_report(args, trace, mode)
+        for table in tables(report):
+            out.print(table)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.plot:
@@ -96,10 +105,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def build_report(args: argparse.Namespace) -> dict[str, Any]:
+def build_report(args: argparse.Namespace, trace: traces.Trace, mode: Mode) -> dict[str, Any]:
     """The settings, and a scenario for each delay with a row a policy."""
-    trace = traces.read(args.trace) if args.trace else demo_trace()
-    mode = Mode(args.mode) if args.mode else _recorded_mode(trace.mode)
     world = world_of(trace, mode)
     swing = args.load_swing_s
     load = Load(0, args.load, swing) if swing else Load(args.load)

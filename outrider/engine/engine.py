@@ -195,10 +195,12 @@ class Engine:
 
     def _rows(self, batch: list[Chunk]) -> list[Rows]:
         total = self.batch_rows = sum(chunk.count for chunk in batch)
+        prompt_rows = sum(chunk.prompt_rows for chunk in batch)
         rows = []
         for chunk in batch:
             work = chunk.work
             work.batch_rows = total
+            work.prompt_rows += prompt_rows
             stop = work.computed + chunk.count
             rows.append(
                 Rows(

@@ -43,6 +43,8 @@ class Work:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     batch_rows: int = 0
+    prompt_rows: int = 0
+    """Rows without logits in its passes, those of others included."""
     reused: int = 0
     """Tokens whose KV was there when the work started."""
     looked_up: bool = False
@@ -95,6 +97,11 @@ class Chunk:
     @property
     def completes(self) -> bool:
         return self.count == self.work.pending
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows that bring no logits."""
+        return max(self.count - self.work.logits_rows, 0) if self.completes else self.count
 
 
 class Scheduler:

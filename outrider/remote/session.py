@@ -52,16 +52,19 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Microseconds that an entry took on a worker, computing and in all, and the rows of the last
-    pass that it was in, those of others included."""
+    """Microseconds that an entry took on a worker, computing and in all; the rows of the last
+    pass that it was in, and those of its passes that brought no logits, others' included."""
 
     compute_us: int = 0
     worker_us: int = 0
     batch_rows: int = 0
+    prompt_rows: int = 0
 
     @classmethod
     def of(cls, reply: worker_pb2.Reply, timing: worker_pb2.WorkTiming) -> "Spent":
-        return cls(timing.compute_us, reply.header.elapsed_us, timing.batch_rows)
+        return cls(
+            timing.compute_us, reply.header.elapsed_us, timing.batch_rows, timing.prompt_rows
+        )
 
 
 NOTHING_SPENT = Spent()

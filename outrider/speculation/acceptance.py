@@ -70,6 +70,15 @@ class DiscountedCounts:
         scale = 1.0 / self._weight
         return [count * scale for count in self._accepted], [n * scale for n in self._seen]
 
+    def add(self, accepted: Sequence[float], seen: Sequence[float]) -> None:
+        """Counts from elsewhere, as if of the last rounds."""
+        for i, (kept, looked_at) in enumerate(zip(accepted, seen, strict=True)):
+            while len(self._seen) <= i:
+                self._accepted.append(0.0)
+                self._seen.append(0.0)
+            self._accepted[i] += self._weight * kept
+            self._seen[i] += self._weight * looked_at
+
     def fade(self, kept: float) -> None:
         """Keep this share of what has been counted."""
         self._weight /= kept
@@ -83,10 +92,19 @@ class PoolPrior:
     """What all sessions of one target and proposer found: where a new session starts from.
 
     `rate` stands for the first position until something is known, with the weight of `weight`
-    looked-at guesses; each further position starts from the one before it.
+    looked-at guesses; each further position starts from the one before it. With a `parent` each
+    starts from what is known there, and what is found here is told there too.
     """
 
-    def __init__(self, *, rate: float = 0.5, weight: float = 4.0, discount: float = 0.998) -> None:
+    def __init__(
+        self,
+        *,
+        rate: float = 0.5,
+        weight: float = 4.0,
+        discount: float = 0.998,
+        parent: "PoolPrior | None" = None,
+    ) -> None:
+        self._parent = parent
         self._rate = rate
         self._weight = weight
         self._counts = DiscountedCounts(discount)
@@ -94,6 +112,8 @@ class PoolPrior:
         self._cached: list[float] = []
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
+        if self._parent is not None:
+            self._parent.observe(num_proposed, num_accepted)
         self._counts.observe(num_proposed, num_accepted)
         self._age += 1
         if self._age >= _REFRESH_EVERY:
@@ -109,7 +129,9 @@ class PoolPrior:
     def _estimate(self, k: int) -> list[float]:
         accepted, seen = self._counts.counts()
         rates, last = [], self._rate
+        before = self._parent.survival(k) if self._parent is not None else None
         for i in range(k):
+            last = last if before is None else before[i]
             if i < len(seen):
                 last = (accepted[i] + self._weight * last) / (seen[i] + self._weight)
             rates.append(min(max(last, _LOWEST), _HIGHEST))
@@ -129,6 +151,7 @@ class AcceptanceModel:
         self._pool = pool
         self._weight = weight
         self._counts = DiscountedCounts(discount)
+        self._memory = 1.0 / (1.0 - discount) if discount < 1.0 else _HEAVIEST
         self._estimates: list[float] = []
         self._age = 0
         self._surprise = self._variance = 0.0
@@ -140,6 +163,25 @@ class AcceptanceModel:
         self._watch(num_proposed, num_accepted)
         self._counts.observe(num_proposed, num_accepted)
         self._pool.observe(num_proposed, num_accepted)
+        self._age += 1
+
+    def recall(self, proposed: Sequence[int], accepted: Sequence[int]) -> None:
+        """Start from counts of the generation's former rounds: of guesses that were proposed at a
+        position, and of those accepted. They weigh as much as this model remembers, at most."""
+        if not proposed or not proposed[0]:
+            return
+        share = min(self._memory / proposed[0], 1.0)
+        seen, kept = [], []
+        reached, before = float(proposed[0]), float(proposed[0])
+        for guesses, survived in zip(proposed, accepted, strict=True):
+            # A guess behind a rejected one was proposed, but nobody looked at it.
+            looked_at = reached * guesses / before
+            if looked_at <= 0.0:
+                break
+            seen.append(share * looked_at)
+            kept.append(share * min(float(survived), looked_at))
+            reached, before = float(survived), float(guesses)
+        self._counts.add(kept, seen)
         self._age += 1
 
     def survival(self, k: int) -> list[float]:

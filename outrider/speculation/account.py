@@ -26,8 +26,8 @@ class Account:
 
     balance: float = 1.5
 
-    def plain_round(self) -> None:
-        self.add(EARNED)
+    def plain_rounds(self, count: int) -> None:
+        self.add(count * EARNED)
 
     def add(self, gain: float) -> None:
         self.balance = min(self.balance + gain, _MOST)
@@ -48,8 +48,8 @@ class Probes:
     interval: int = _FIRST_INTERVAL
     due_in: int = _FIRST_INTERVAL
 
-    def round_passed(self) -> None:
-        self.due_in = max(self.due_in - 1, 0)
+    def rounds_passed(self, count: int) -> None:
+        self.due_in = max(self.due_in - count, 0)
 
     def ended(self, *, paid: bool) -> None:
         """A probe brought more than it cost, or did not."""

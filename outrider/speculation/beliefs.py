@@ -6,7 +6,7 @@ from dataclasses import replace
 from outrider.speculation.acceptance import AcceptanceModel, expected_tokens
 from outrider.speculation.costs import CostLine
 from outrider.speculation.length import Offer, RoundCosts
-from outrider.speculation.load import ProposerPool, TargetLoad
+from outrider.speculation.load import Kind, ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
 
 _ROWS_PACE = 0.3
@@ -25,10 +25,10 @@ _WORST_ROUND = 4.0
 class Guesser:
     """One proposer as one session knows it."""
 
-    def __init__(self, pool: ProposerPool, load: TargetLoad) -> None:
+    def __init__(self, pool: ProposerPool, load: TargetLoad, kind: Kind) -> None:
         self.pool = pool
         self._load = load
-        self.acceptance = AcceptanceModel(pool.acceptance)
+        self.acceptance = AcceptanceModel(pool.of_kind(kind))
         self.coverage = self.rows_a_guess = 1.0
         self._has_session = False
         self._hits = self._expected_hits = 10.0
@@ -71,6 +71,10 @@ class Guesser:
             self._observe_hidden(seen, fan_out)
         self.acceptance.observe(*seen.verified)
 
+    def move(self, load: TargetLoad) -> None:
+        """The session goes on beside those of another target."""
+        self._load = load
+
     def observe_hit(self, hit: bool, expected: float) -> None:
         """A prepared outcome came or not, where it was to come with this probability."""
         keep = 1.0 - _SHARE_PACE
@@ -106,15 +110,33 @@ class Guesser:
 class Beliefs:
     """Acceptance and costs of one session, on top of what its target's sessions share."""
 
-    def __init__(self, load: TargetLoad, pools: Sequence[ProposerPool], *, decides: bool) -> None:
-        self.load = load
-        self.guessers = {pool.name: Guesser(pool, load) for pool in pools}
+    def __init__(
+        self, load: TargetLoad, pools: Sequence[ProposerPool], kind: Kind, *, decides: bool
+    ) -> None:
+        self.load, self._decides = load, decides
+        self.guessers = {pool.name: Guesser(pool, load, kind) for pool in pools}
         self._share = load.join(decides=decides)
         self._other_rows: float | None = None
+        self._own_context = load.context
+        self._has_begun = False
         self._costs = RoundCosts(0.0, 0.0, 0.0)
+
+    @property
+    def _context(self) -> float:
+        """Of rows in a pass: of the session's own where it is alone."""
+        load = self.load
+        return self._own_context if load.num_sessions <= 1 else load.context
 
     def leave(self) -> None:
         self._share.leave()
+
+    def move(self, load: TargetLoad) -> None:
+        """Another target: its costs, its load."""
+        self._share.leave()
+        self.load, self._other_rows = load, None
+        self._share = load.join(decides=self._decides)
+        for guesser in self.guessers.values():
+            guesser.move(load)
 
     def begin_round(self, asked: int) -> None:
         self._share.begin_round(guesses=asked > 0)
@@ -122,12 +144,12 @@ class Beliefs:
     def costs(self) -> RoundCosts:
         """What the target's part of the next round costs."""
         load, others = self.load, self._other_rows or 0.0
-        rows = load.plain_rows(others)
-        plain_s = load.plain_s(others)
+        rows, context = load.plain_rows(others), self._context
+        plain_s = load.plain_s(others, context)
         self._costs = RoundCosts(
             plain_s,
-            load.round_s(rows, 1.0),
-            load.verify.slope,
+            load.round_s(rows, 1.0, context),
+            load.row_s(context),
             self._share.sessions_alike,
             load.remote_tokens_per_s(others, plain_s),
             max(load.overlap_s, 0.0),
@@ -137,10 +159,12 @@ class Beliefs:
     def offers(self, k_max: int) -> list[Offer]:
         return [guesser.offer(k_max) for guesser in self.guessers.values()]
 
-    def observe_plain(self, seen: Observation) -> None:
-        """Learn from a round that was not to carry guesses."""
+    def observe_plain(self, seen: Observation, rounds: int, seconds: float) -> None:
+        """Learn from rounds that were not to carry guesses; `seen` is the last of them."""
         self._observe_target(seen, ahead=False)
-        self._share.end_round(seen, 1.0)
+        if self._has_begun or not seen.prompt_rows:
+            self._share.end_rounds(seen, float(rounds), seconds, rounds)
+        self._has_begun = True
 
     def observe(self, seen: Observation, guesser: Guesser, fan_out: int) -> float:
         """Learn from a round that was to carry guesses.
@@ -151,29 +175,37 @@ class Beliefs:
         self._observe_target(seen, ahead=fan_out > 0 and seen.hit is not None)
         # Before it learns: a forecast is not moved by the luck of what it forecasts.
         tokens = expected_tokens(guesser.acceptance.last_survival(seen.num_proposed))
-        self._share.end_round(seen, tokens)
+        self._share.end_rounds(seen, tokens, seen.total_s, 1)
         guesser.observe(seen, fan_out)
         return self._gain(tokens, seen)
 
     def _observe_target(self, seen: Observation, *, ahead: bool) -> None:
+        """But for passes with prompts: neither their rows nor their time come again."""
+        self._own_context = seen.context_len / 1000.0
+        if seen.prompt_rows:
+            return
         others = max(seen.batch_rows - seen.num_rows, 0)
         if self._other_rows is None:
             self._other_rows = float(others)
         else:
             self._other_rows += _ROWS_PACE * (others - self._other_rows)
-        self.load.observe(seen.target_s, seen.compute_s, others + seen.num_rows, ahead=ahead)
+        own = seen.num_rows, seen.context_len / 1000.0
+        self.load.observe(seen.target_s, seen.compute_s, others + seen.num_rows, own, ahead=ahead)
 
     def _gain(self, tokens: float, seen: Observation) -> float:
         """The round costs what it took, or more if it would take more were all alike."""
+        if seen.prompt_rows:
+            return 0.0
         load, guesses, sessions = self.load, seen.num_rows - 1, self._costs.sessions
         other_rows = max(seen.batch_rows - seen.num_rows, 0)
         rows = load.plain_rows(other_rows)
-        plain_s = load.plain_s(other_rows)
+        context = self._context
+        plain_s = load.plain_s(other_rows, context)
         if plain_s <= 0.0:
             return 0.0
-        round_s, rows_s = seen.total_s, guesses * load.verify.slope
+        round_s, rows_s = seen.total_s, guesses * load.row_s(context)
         if sessions > 1.0:
-            alike_s = seen.draft_s + load.round_s(rows, 1.0) + sessions * rows_s
+            alike_s = seen.draft_s + load.round_s(rows, 1.0, context) + sessions * rows_s
             round_s = max(round_s, alike_s)
         lost = self._costs.others_tokens_per_s * rows_s
         return tokens - lost - min(round_s / plain_s, _WORST_ROUND)

@@ -10,10 +10,11 @@ from outrider.errors import InvalidArgument
 from outrider.speculation.beliefs import Beliefs
 from outrider.speculation.course import MAX_STEP, Course, Trial
 from outrider.speculation.fan_out import FanOut, allocate
+from outrider.speculation.gate import REST_ROUNDS, Phase
 from outrider.speculation.length import Decision, Mode, explain, plain_plan, plans
-from outrider.speculation.load import ProposerPool, TargetLoad
+from outrider.speculation.load import Kind, ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
-from outrider.types import MAX_SPECULATIVE_TOKENS
+from outrider.types import MAX_SPECULATIVE_TOKENS, SpeculationStats
 
 ALWAYS = 1 << 31
 """As many rounds as there are."""
@@ -21,8 +22,8 @@ ALWAYS = 1 << 31
 _FIRST_ROUNDS = 3
 """Plain rounds before anything is known of a target; rounds of a proposer that is not known."""
 
-_DECIDE_EVERY = 4
-"""Rounds between decisions where a length is settled."""
+_DECIDE_EVERY, _EARLY = 4, 16
+"""Rounds between decisions where a length is settled, but for the first ones of a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Limits:
 
 
 _NO_LIMITS = Limits()
+_NO_KIND = Kind()
 _NO_OUTCOMES = FanOut((), 0.0)
 
 
@@ -58,15 +60,18 @@ class AdaptiveController:
         *,
         mode: Mode = Mode.SEQUENTIAL,
         limits: Limits = _NO_LIMITS,
+        kind: Kind = _NO_KIND,
     ) -> None:
         self._load, self._mode = load, mode
         self._pinned = limits.pinned if pools and limits.cap else 0
         self._cap = self._pinned if self._pinned is not None else limits.cap
-        self._beliefs = Beliefs(load, pools, decides=self._pinned is None)
+        self._beliefs = Beliefs(load, pools, kind, decides=self._pinned is None)
         self._course = Course(load, pools[0].name if pools else "")
         self._undecided = True
         self._length = self._fan_out = 0
-        self._promised = self._rounds = self._changes = 0
+        self._promised = self._rounds = self._changes = self._age = 0
+        self._rests = False
+        self._rest_rounds, self._rest_s = 0, 0.0
         self._outcomes: FanOut | None = _NO_OUTCOMES
         costs = self._beliefs.costs()
         self.decision: Decision = explain(plain_plan(costs), None, costs)
@@ -85,8 +90,28 @@ class AdaptiveController:
         """The generation has ended."""
         self._beliefs.leave()
 
+    def moves_to(self, load: TargetLoad) -> None:
+        """The session goes on at this target: what it knows of its guesses stays true."""
+        if load is self._load:
+            return
+        if self._rests:
+            self._wake()
+        self._load, self._undecided = load, True
+        self._beliefs.move(load)
+        self._course.move(load)
+
+    def recall(self, history: SpeculationStats) -> None:
+        """Start from what a former owner of the generation has counted, whoever guessed then."""
+        guesser = self._beliefs.guessers.get(self.proposer)
+        if guesser is not None:
+            guesser.acceptance.recall(history.proposed_by_position, history.accepted_by_position)
+
     def next_length(self) -> int:
         """Guesses for the next round; 0 decodes plainly."""
+        if self._rests:
+            if self._load.gate.phase is Phase.CLOSED:
+                return 0
+            self._wake()
         if self._undecided:
             self._undecided = False
             if self._promised > 0 or self._cap == 0:
@@ -115,14 +140,20 @@ class AdaptiveController:
 
     def observe(self, seen: Observation) -> None:
         """Learn from a round."""
+        if self._rests:
+            if not seen.num_asked and not seen.num_proposed:
+                self._rest(seen)
+                return
+            self._wake()
         self._undecided = True
         self._rounds += 1
+        self._age += 1
         self._promised = max(self._promised - 1, 0)
         guesser = self._beliefs.guessers.get(self.proposer)
         guessed = guesser is not None and max(seen.num_asked, seen.num_proposed) > 0
         if guesser is None or not guessed:
-            self._beliefs.observe_plain(seen)
-            self._course.plain_round()
+            self._beliefs.observe_plain(seen, 1, seen.total_s)
+            self._course.plain_rounds(1)
             return
         seen = guesser.without_opening(seen)
         if seen.hit is not None:
@@ -137,13 +168,34 @@ class AdaptiveController:
             self._changes = guesser.acceptance.num_changes
             self._course.text_changed()
 
+    def _rest(self, seen: Observation) -> None:
+        """A plain round of a session that may do nothing else: looked at every few rounds, because
+        a target with many sessions leaves the orchestrator little time for each."""
+        self._rest_rounds += 1
+        self._rest_s += seen.round_s or seen.total_s
+        self._promised -= self._promised > 0
+        if self._rest_rounds >= REST_ROUNDS:
+            rounds, seconds = self._rest_rounds, self._rest_s
+            self._rest_rounds, self._rest_s = 0, 0.0
+            self._beliefs.observe_plain(seen, rounds, seconds)
+            self._course.plain_rounds(rounds)
+
+    def _wake(self) -> None:
+        """Guesses may come: of the rounds since the last look only their number counts."""
+        self._rounds += self._rest_rounds
+        self._course.plain_rounds(self._rest_rounds)
+        self._rests, self._rest_rounds, self._rest_s = False, 0, 0.0
+        self._undecided = True
+
     def _decides_now(self) -> bool:
         """Every round, but where a length is settled and no try is under way."""
         if self._length == 0 and self._pinned is None and self._course.is_closed:
+            self._rests = True
             return False
         settled = self._course.settled if self._pinned is None else self._pinned
         goes_on = self._pinned is not None or self._course.is_settled
-        return not goes_on or self._length != settled or self._rounds >= _DECIDE_EVERY
+        due = self._rounds >= _DECIDE_EVERY or self._age < _EARLY
+        return not goes_on or self._length != settled or due
 
     def _decide(self) -> None:
         costs = self._beliefs.costs()

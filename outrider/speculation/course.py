@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.speculation.account import Account, Probes
-from outrider.speculation.gate import Phase
+from outrider.speculation.gate import REST_ROUNDS, Phase
 from outrider.speculation.length import Plan
 from outrider.speculation.load import TargetLoad
 
 MAX_STEP = 2
 """Guesses that one decision adds or takes away, at most."""
 
-_MOST_PROMISED = 32
+_MOST_PROMISED, _MOST_PROMISED_CLOSED = 32, 64
 """Plain rounds after which the load is looked at again."""
 
 _ENTER_GAIN, _MOVE_GAIN, _SURE_GAIN = 1.04, 1.02, 1.1
@@ -115,9 +115,13 @@ class Course:
         self.trial, self.proposer = Trial.FIRST, proposer
         return self.settled or MAX_STEP
 
-    def plain_round(self) -> None:
-        self._account.plain_round()
-        self._probes.round_passed()
+    def move(self, load: TargetLoad) -> None:
+        """The session goes on at another target, as settled as it was."""
+        self._load, self._phase, self._check_left = load, load.gate.phase, -1
+
+    def plain_rounds(self, count: int) -> None:
+        self._account.plain_rounds(count)
+        self._probes.rounds_passed(count)
 
     def guessing_round(self, gain: float, *, paid: bool) -> None:
         """`gain` is what it should have brought, in plain rounds; `paid`: it brought its cost."""
@@ -243,7 +247,9 @@ class Course:
             ahead, self._check_left = self._check_left, -1
             return max(ahead, 0)
         if self._phase is Phase.CLOSED:
-            return min(max(self._load.gate.rounds_until_trial - 1, 0), _MOST_PROMISED)
+            # The gate hears of rounds a little later.
+            left = self._load.gate.rounds_until_trial - REST_ROUNDS
+            return min(max(left - 1, 0), _MOST_PROMISED_CLOSED)
         if self._phase is Phase.TRIAL:
             return 0
         if self._entering.said:

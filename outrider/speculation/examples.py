@@ -20,6 +20,8 @@ COST_LINES = {
     "draft": {"base": 0.0001, "slope": 0.00136, "other_slope": 0.00013},
     "plain_trip": {"base": 0.0011},
     "guess_trip": {"base": 0.0020},
+    "context": {"base": 1.7e-6},
+    "prompt": {"base": 0.0012},
 }
 """The same pair on two CPU cores, in seconds, and what orchestrator and gRPC add to a round."""
 

@@ -35,6 +35,9 @@ _OPENS_AT, _CLOSES_AT, _HOPELESS_AT = 1.03, 1.0, 0.8
 _FELL_TO = 0.9
 """A check comes at once where the gain has become so much less than it was."""
 
+REST_ROUNDS = 8
+"""Rounds of a session between two looks at them while the gate is closed."""
+
 _FEW = 0.2
 """A share of sessions that guess: below it they only hold up the others."""
 
@@ -68,8 +71,8 @@ class _Made:
     seconds: float = 0.0
     rows: float = 0.0
 
-    def add(self, tokens: float, seconds: float, rows: float, kept: float) -> None:
-        self.rounds = kept * self.rounds + 1.0
+    def add(self, tokens: float, seconds: float, rows: float, rounds: int, kept: float) -> None:
+        self.rounds = kept * self.rounds + rounds
         self.tokens = kept * self.tokens + tokens
         self.seconds = kept * self.seconds + seconds
         self.rows = kept * self.rows + rows
@@ -133,11 +136,19 @@ class Gate:
         self._moves += 1.0 / self._num_sessions
 
     def observe(
-        self, tokens: float, seconds: float, rows: float, guessing: float, num_sessions: int
+        self,
+        tokens: float,
+        seconds: float,
+        rows: float,
+        guessing: float,
+        num_sessions: int,
+        *,
+        rounds: int = 1,
     ) -> None:
-        """A session's round: tokens it stands for; `guessing` is the share of sessions that do."""
-        part = 1.0 / num_sessions
-        self._follow_load(num_sessions)
+        """A session's rounds, in sums: tokens that they stand for, seconds, rows of their passes;
+        `guessing` is the share of sessions that guess."""
+        part = rounds / num_sessions
+        self._follow_load(num_sessions, part)
         if self._load == 0:
             return
         now = self._now
@@ -148,7 +159,7 @@ class Gate:
             self._left_out = now.rounds + _SETTLING_ROUNDS
         if now.rounds > self._left_out:
             made = self._guessing if self.is_open else self._plain
-            made.add(tokens, seconds, rows, _MEMORY**part)
+            made.add(tokens, seconds, rows, rounds, _MEMORY**part)
         self._go_on(guessing)
 
     def _go_on(self, guessing: float) -> None:
@@ -211,13 +222,13 @@ class Gate:
         elif phase is Phase.TRIAL:
             self._guessing = _Made()
 
-    def _follow_load(self, num_sessions: int) -> None:
+    def _follow_load(self, num_sessions: int, part: float) -> None:
         """Go by what was found with about so many sessions, once there are for some rounds."""
         load = load_level(num_sessions)
         if load == self._load:
             self._other_load, self._num_sessions = 0.0, num_sessions
             return
-        self._other_load += 1.0 / num_sessions
+        self._other_load += part
         if self._other_load > _LOAD_ROUNDS or self._load == 0 or load == 0:
             self._change_load(load, num_sessions)
 

@@ -17,7 +17,8 @@ class Observation:
     verdict before had stopped (`after_bonus`: behind all its guesses), and on a hit that verdict's
     own token was of this `rank` among them. `run_ahead` tells of one more guess, verified in place
     of the bonus, whether it survived (None: there was none). `num_beside` guesses, alternatives
-    say, had rows of the pass and no position of their own.
+    say, had rows of the pass and no position of their own. `prompt_rows` of the rows were of
+    prompts, whoever's: such a round says little of what the next one costs.
     """
 
     num_proposed: int
@@ -36,6 +37,7 @@ class Observation:
     after_bonus: bool = False
     run_ahead: bool | None = None
     num_beside: int = 0
+    prompt_rows: int = 0
 
     @property
     def target_s(self) -> float:

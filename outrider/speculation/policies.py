@@ -5,7 +5,7 @@ from collections.abc import Callable
 from outrider.speculation.controller import AdaptiveController, Limits
 from outrider.speculation.fan_out import FanOut, RankCounts, allocate
 from outrider.speculation.length import Mode, Offer, RoundCosts, choose
-from outrider.speculation.load import ProposerPool, TargetLoad
+from outrider.speculation.load import Kind, ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
 from outrider.speculation.world import MakePolicy, Policy, Surroundings, World
 
@@ -24,13 +24,14 @@ class Oracle:
     def next_length(self) -> int:
         world, seen = self._world, self._look()
         rates = [seen.rates[min(i, len(seen.rates) - 1)] for i in range(self._k_max + 1)]
-        plain_s = world.verify.predict(seen.other_rows + 1) + world.plain_trip_s
+        context_s = world.context_s * seen.context_len
+        pass_s = world.verify.predict(seen.other_rows + 1) + context_s
         costs = RoundCosts(
-            plain_s,
-            world.verify.predict(seen.other_rows + 1) + world.guess_trip_s,
-            world.verify.slope,
+            pass_s + world.plain_trip_s,
+            pass_s + world.guess_trip_s,
+            world.verify.slope + context_s,
             1.0,
-            seen.other_rows / world.verify.predict(seen.other_rows + 1),
+            seen.other_rows / pass_s,
         )
         draft_s = world.draft.predict(0.0) + 2.0 * world.delay_s
         slope, outcome_s = world.draft.slope, world.draft.other_slope
@@ -62,6 +63,7 @@ def adaptive(mode: Mode, limits: Limits) -> MakePolicy:
     load, pool = TargetLoad(), ProposerPool("draft")
 
     def make(look: Callable[[], Surroundings]) -> Policy:
-        return AdaptiveController(load, [pool], mode=mode, limits=limits)
+        kind = Kind.of(0.0, look().context_len)
+        return AdaptiveController(load, [pool], mode=mode, limits=limits, kind=kind)
 
     return make

@@ -23,12 +23,16 @@ _WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceProcess:
-    """a_1 … a_n, each given that all before it were accepted, from `starts[i]` tokens on."""
+    """a_1 … a_n, each given that all before it were accepted, from `starts[i]` tokens on.
+
+    `num_tokens` follow a prompt of `prompt_len`.
+    """
 
     category: str
     starts: tuple[int, ...]
     rates: tuple[tuple[float, ...], ...]
     num_tokens: int
+    prompt_len: int = 0
 
     def rates_at(self, token: int) -> tuple[float, ...]:
         """The chances of guesses that follow so many tokens of the generation."""
@@ -55,6 +59,23 @@ def mixture(parts: Sequence[tuple[float, int]], *, category: str = "mixture") ->
         starts.append(total)
         total += length
     return AcceptanceProcess(category, tuple(starts), tuple((rate,) for rate, _ in parts), total)
+
+
+def spliced(
+    parts: Sequence[tuple[AcceptanceProcess, int, int]], *, category: str
+) -> AcceptanceProcess:
+    """Stretches of processes, each from one token to another, behind the first one's prompt."""
+    starts: list[int] = []
+    rates: list[tuple[float, ...]] = []
+    total = 0
+    for process, begin, end in parts:
+        first = bisect.bisect_right(process.starts, begin) - 1
+        last = bisect.bisect_left(process.starts, end)
+        starts += [total + max(start - begin, 0) for start in process.starts[first:last]]
+        rates += process.rates[first:last]
+        total += end - begin
+    prompt_len = parts[0][0].prompt_len
+    return AcceptanceProcess(category, tuple(starts), tuple(rates), total, prompt_len)
 
 
 def estimate(trace: Trace, *, k_max: int) -> list[AcceptanceProcess]:
@@ -104,6 +125,7 @@ def _session_process(
         tuple(int(start) for start in starts),
         tuple(tuple(float(rate) for rate in row) for row in rates),
         int(emitted.sum()),
+        max(session.rounds[0].context_len - int(emitted[0]), 0),
     )
 
 

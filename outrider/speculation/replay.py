@@ -15,7 +15,7 @@ from outrider.speculation.length import Mode
 from outrider.speculation.policies import adaptive, oracle
 from outrider.speculation.processes import AcceptanceProcess, estimate
 from outrider.speculation.simulator import simulate
-from outrider.speculation.traces import Trace
+from outrider.speculation.traces import Trace, TracedRound
 from outrider.speculation.world import Load, MakePolicy, Result, World
 
 PLAIN, OURS, ORACLE = "plain", "ours", "oracle"
@@ -51,7 +51,9 @@ def world_of(trace: Trace, mode: Mode) -> World:
         except TypeError as error:
             raise InvalidArgument(f"cost line {name!r}: {error}", field="trace") from error
     verify = lines["verify"]
-    plain_trip, guess_trip = (lines.get(f"{kind}_trip", Line(0.0)) for kind in ("plain", "guess"))
+    plain_trip, guess_trip, context, prompt = (
+        lines.get(name, Line(0.0)) for name in ("plain_trip", "guess_trip", "context", "prompt")
+    )
     return World(
         Line(verify.base, verify.slope),
         lines["draft"],
@@ -59,6 +61,8 @@ def world_of(trace: Trace, mode: Mode) -> World:
         plain_trip_s=plain_trip.base,
         # A fitted verification has its trips in it.
         guess_trip_s=guess_trip.base + verify.other_slope,
+        context_s=context.base,
+        prompt_s=prompt.base,
     )
 
 
@@ -151,10 +155,16 @@ def _scaled(line: Line, factor: float) -> Line:
     return Line(line.base * factor, line.slope * factor, line.other_slope * factor)
 
 
+def _usual(rounds: Sequence[TracedRound]) -> Sequence[TracedRound]:
+    """Without those that wait for the prompt: at the target, then at the draft."""
+    first = next((i for i, entry in enumerate(rounds) if entry.proposed), 0)
+    return rounds[first + 1 :]
+
+
 def _fitted_verify(trace: Trace) -> Line:
     line = CostLine()
     for session in trace.sessions:
-        for entry in session.rounds:
+        for entry in _usual(session.rounds):
             if entry.verify_us:
                 rows = max(entry.batch_rows, entry.proposed + 1)
                 line.observe(entry.verify_us / 1e6, rows, float(entry.proposed > 0))
@@ -164,7 +174,7 @@ def _fitted_verify(trace: Trace) -> Line:
 def _fitted_draft(trace: Trace) -> Line:
     line = CostLine(relative_slope=0.5)
     for session in trace.sessions:
-        for entry in session.rounds:
+        for entry in _usual(session.rounds):
             if entry.proposed and entry.hit is None:
                 line.observe(entry.draft_us / 1e6, entry.proposed)
     return line.line()

@@ -49,6 +49,16 @@ class _Session:
     drafting_until: float = 0.0
     queued_at: float = 0.0
     compute_s: float = 0.0
+    prompt_rows: int = 0
+
+    @property
+    def context_len(self) -> int:
+        return self.process.prompt_len + self.tokens
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that the next pass computes, beside the round's own row."""
+        return 0 if self.tokens else max(self.process.prompt_len - 1, 0)
 
 
 class _Simulation:
@@ -69,7 +79,7 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._queue: list[_Session] = []
-        self._busy_until = self._last_pass_s = 0.0
+        self._busy_until = self._last_pass_s = self._host_until = 0.0
         self._is_over = False
         self._result = Result()
         self._ranks = RankCounts()
@@ -95,7 +105,8 @@ class _Simulation:
     def _view(self, session: _Session) -> Callable[[], Surroundings]:
         def look() -> Surroundings:
             rates = session.process.rates_at(session.tokens)
-            return Surroundings(rates, self._load.rows_at(self._now))
+            others = self._load.rows_at(self._now)
+            return Surroundings(rates, others, session.context_len)
 
         return look
 
@@ -151,23 +162,36 @@ class _Simulation:
         batch, self._queue = self._queue, []
         others = self._load.rows_at(self._now)
         guesses = sum(session.length for session in batch)
+        prompts = sum(session.prompt_left for session in batch)
         plain_rows = others + len(batch)
         slow = self._slowdown(any(s.drafting_until > self._now for s in self._sessions))
         for session in batch:
             self._prepare(session)
-        seconds = self._noisy(self._world.verify.predict(plain_rows + guesses)) * slow
+        seconds = self._noisy(self._pass_s(batch, plain_rows + guesses)) * slow
         plain_s = self._world.verify.predict(plain_rows)
         added_s = self._world.verify.predict(plain_rows + guesses) - plain_s
+        self._result.prompt_s += self._world.prompt_s * prompts
         self._result.lost_tokens += others * added_s / plain_s
         self._busy_until, self._last_pass_s = self._now + seconds, seconds
         for session in batch:
-            session.compute_s = seconds
-        self._at(self._busy_until, lambda: self._end_pass(batch, plain_rows + guesses))
+            session.compute_s, session.prompt_rows = seconds, prompts
+        rows = plain_rows + guesses + prompts
+        self._at(self._busy_until, lambda: self._end_pass(batch, rows))
+
+    def _pass_s(self, batch: Sequence[_Session], rows: int) -> float:
+        """Of so many rows with logits, and what their contexts and the prompts in it add."""
+        world = self._world
+        seconds = world.verify.predict(rows)
+        for session in batch:
+            seconds += world.context_s * (session.length + 1) * session.context_len
+            seconds += world.prompt_s * session.prompt_left
+        return seconds
 
     def _end_pass(self, batch: Sequence[_Session], rows: int) -> None:
         for session in batch:
             trip_s = self._world.guess_trip_s if session.asked else self._world.plain_trip_s
-            self._at(self._now + trip_s, self._end_round(session, rows))
+            self._host_until = max(self._host_until, self._now) + self._world.host_s
+            self._at(self._host_until + trip_s, self._end_round(session, rows))
         self._offer_pass()
 
     def _end_round(self, session: _Session, rows: int) -> Callable[[], None]:
@@ -193,12 +217,13 @@ class _Simulation:
             draft_s=session.waited_s,
             verify_s=round_s - session.waited_s,
             batch_rows=rows,
-            context_len=session.tokens,
+            context_len=session.context_len,
             hit=session.hit,
             round_s=round_s,
             compute_s=session.compute_s,
             proposal_s=session.proposal_s,
             num_asked=session.asked,
+            prompt_rows=session.prompt_rows,
         )
 
     def _prepare(self, session: _Session) -> None:

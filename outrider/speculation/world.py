@@ -19,7 +19,9 @@ class World:
     target that goes on by itself saves most of it. Each way to the draft takes `delay_s`. `crowd`
     is what each further session at the draft adds to a proposal, as a share of it; `shared` the
     share by which draft and target slow each other down while both work. The target waits up to
-    `gather` of a pass for sessions that are about to come back. `noise` is relative.
+    `gather` of a pass for sessions that are about to come back. A row costs `context_s` more for
+    each token before it, and a token of a prompt `prompt_s`. The orchestrator handles one verdict
+    after the other, each for `host_s`. `noise` is relative.
     """
 
     verify: Line
@@ -31,6 +33,9 @@ class World:
     crowd: float = 0.0
     shared: float = 0.0
     gather: float = 0.0
+    context_s: float = 0.0
+    prompt_s: float = 0.0
+    host_s: float = 0.0
     noise: float = 0.05
 
 
@@ -68,6 +73,7 @@ class Surroundings:
 
     rates: Sequence[float]
     other_rows: int
+    context_len: int = 0
 
 
 MakePolicy = Callable[[Callable[[], Surroundings]], Policy]
@@ -78,19 +84,27 @@ MakePolicy = Callable[[Callable[[], Surroundings]], Policy]
 class Result:
     """What a policy made of it.
 
-    `lost_tokens` are those that the sessions of the load lost to the rows of guesses. `lengths`
-    are the guesses asked for, round by round, all sessions together.
+    `lost_tokens` are those that the sessions of the load lost to the rows of guesses, `prompt_s`
+    what prompts took of the time. `lengths` are the guesses asked for, round by round, all sessions
+    together.
     """
 
     tokens: int = 0
     seconds: float = 0.0
     lost_tokens: float = 0.0
+    prompt_s: float = 0.0
     lengths: list[int] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second, those lost by others taken off."""
         return (self.tokens - self.lost_tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def decoded_per_s(self) -> float:
+        """The same without the time that prompts took."""
+        seconds = self.seconds - self.prompt_s
+        return (self.tokens - self.lost_tokens) / seconds if seconds > 0.0 else 0.0
 
     @property
     def mean_length(self) -> float:
@@ -101,5 +115,6 @@ class Result:
             self.tokens + later.tokens,
             self.seconds + later.seconds,
             self.lost_tokens + later.lost_tokens,
+            self.prompt_s + later.prompt_s,
             self.lengths + later.lengths,
         )

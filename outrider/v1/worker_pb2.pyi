@@ -156,16 +156,18 @@ class Closed(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkTiming(_message.Message):
-    __slots__ = ("queue_us", "compute_us", "batch_rows", "cached_tokens")
+    __slots__ = ("queue_us", "compute_us", "batch_rows", "cached_tokens", "prompt_rows")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     compute_us: int
     batch_rows: int
     cached_tokens: int
-    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    prompt_rows: int
+    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_rows: _Optional[int] = ...) -> None: ...
 
 class AheadOptions(_message.Message):
     __slots__ = ("pending", "fan_out", "run_ahead")

@@ -634,6 +634,7 @@ def timing_of(work: Work) -> WorkTiming:
         compute_us=int((now - started) * 1e6),
         batch_rows=work.batch_rows,
         cached_tokens=work.reused,
+        prompt_rows=work.prompt_rows,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from outrider.speculation.controller import ALWAYS as ALWAYS
 from outrider.speculation.length import Decision
+from outrider.speculation.load import TargetLoad
 from outrider.speculation.observation import Observation
 
 
@@ -36,6 +37,9 @@ class Controller(Protocol):
     def observe(self, seen: Observation) -> None:
         """Learn from a round."""
 
+    def moves_to(self, load: TargetLoad) -> None:
+        """The generation goes on at this target."""
+
     def close(self) -> None:
         """The generation has ended."""
 
@@ -56,6 +60,9 @@ class FixedLength:
         return 0 if self.num_speculative_tokens else ALWAYS
 
     def observe(self, seen: Observation) -> None:
+        pass
+
+    def moves_to(self, load: TargetLoad) -> None:
         pass
 
     def close(self) -> None:

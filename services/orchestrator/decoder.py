@@ -44,6 +44,8 @@ _MAX_ROUNDS = 64
 _STEPS_TO_SEND = 2
 """Turns of the event loop until a new round's entry is with gRPC: the round's, the link's."""
 
+_NO_REPORT = DraftReport()
+
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
@@ -139,7 +141,6 @@ class Whereabouts(Protocol):
         """How the last round went in which the target asked it."""
 
 
-_NO_REPORT = DraftReport()
 _NO_PROPOSAL = Proposed(Proposal())
 
 
@@ -157,6 +158,8 @@ class _Round(NamedTuple):
         verdict, spent = verdict_from_proto(verified), Spent.of(reply, verified.timing)
         if not verified.HasField("draft"):
             return cls(verdict, spent)
+        if not verified.draft.ByteSize():  # A plain round of a plan.
+            return cls(verdict, spent, asked=True)
         report = report_from_proto(verified.draft)
         # While the draft was asked the session was not with the target.
         spent = replace(spent, worker_us=max(spent.worker_us - report.trip_us, 0))
@@ -290,6 +293,7 @@ class Decoder:
                 after_bonus=self._after_bonus,
                 run_ahead=verdict.run_ahead,
                 num_beside=verdict.num_beside,
+                prompt_rows=spent.prompt_rows,
             )
             speaks_for = count if alike else 1
             records.append(self._observe(seen, ended - round_s * (count - number), speaks_for))

@@ -17,7 +17,7 @@ from outrider.remote.session import RemoteSession, Routing
 from outrider.speculation.controller import AdaptiveController, Limits
 from outrider.speculation.forecast import Forecast
 from outrider.speculation.length import Mode
-from outrider.speculation.load import ProposerPool
+from outrider.speculation.load import Kind, ProposerPool
 from outrider.token_log import TokenLog
 from outrider.types import Fence, FinishReason, GenerationSpec, SpeculationStats
 from outrider.v1 import generation_pb2, worker_pb2
@@ -336,12 +336,16 @@ class Generation:
             return FixedLength(length or 0, next(iter(self._proposers), ""), self._fan_out)
         cap = plan.max_speculative_tokens
         target = self._seat.target
-        return AdaptiveController(
+        controller = AdaptiveController(
             around.learned.load(target.address if target is not None else ""),
             self._pools,
             mode=Mode.PIPELINED if self._fan_out else Mode.SEQUENTIAL,
             limits=Limits(cap=around.max_speculative_tokens if cap is None else cap),
+            kind=Kind.of(plan.sampling.temperature, plan.prompt_len),
         )
+        if self._taken:
+            controller.recall(self._taken.totals.stats)
+        return controller
 
     def _outcomes_ahead(self, draft: worker_pb2.InfoResponse) -> int:
         """Outcomes to prepare for: none where drafting takes the target's device from it."""
@@ -354,7 +358,9 @@ class Generation:
         return self._around.fan_out
 
     def _find_target(self) -> RemoteSession:
-        return self._remote(self._seat.find_target().link, self.plan.spec, self._log)
+        worker = self._seat.find_target()
+        self._controller.moves_to(self._around.learned.load(worker.address))
+        return self._remote(worker.link, self.plan.spec, self._log)
 
     async def _wait_for_target(self) -> None:
         loop = asyncio.get_running_loop()

@@ -226,7 +226,7 @@ class Verifier:
         work.computed = done.num_computed
         del work.sequence.cached[work.computed :]  # KV of rejected guesses.
         work.num_logits, work.reserve = len(proposal) + 1, base_len + len(proposal)
-        work.parents = proposal.parents
+        work.parents, work.prompt_rows = proposal.parents, 0
         work.draw, work.drawn = _draw_of(done.spec, base_len), None
         speculation, more_rounds = done.speculation, done.more_rounds - 1
         plain = speculation is None or not speculation.speculates

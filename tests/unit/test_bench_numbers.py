@@ -7,7 +7,7 @@ import pytest
 from outrider.bench.prompts import BenchPrompt, default_prompts, read_prompts, select_evenly
 from outrider.bench.report import build_report
 from outrider.bench.runner import SystemRun, run_interleaved
-from outrider.bench.summary import ratios, summarise
+from outrider.bench.summary import of_best_fixed, ratios, summarise
 from outrider.bench.systems import RequestResult
 from outrider.client import Completion, GenerationChunk, Usage, collect
 from outrider.client_values import TimeStats
@@ -134,6 +134,18 @@ def test_a_summary_adds_up():
     assert "vs_transformers" not in found
 
 
+def test_the_controller_is_told_beside_the_best_fixed_length_of_each_category():
+    def run(system: str, **seconds: float) -> dict:
+        results = [result(category=name, total=total) for name, total in seconds.items()]
+        return summarise(SystemRun(system, tuple(results), 1.0), None)
+
+    plain, ours = run("plain", qa=1.0, rag=1.0), run("speculative", qa=0.8, rag=1.25)
+    found = of_best_fixed([plain, ours, run("k=1", qa=0.9, rag=1.5), run("k=3", qa=0.6, rag=2.0)])
+    assert found["qa"] == {"ratio": pytest.approx(0.75), "best": "k=3"}
+    assert found["rag"] == {"ratio": pytest.approx(0.8), "best": "plain"}
+    assert of_best_fixed([plain, ours]) == {} == of_best_fixed([plain, run("k=3", qa=1.0)])
+
+
 def test_a_system_that_tells_nothing_has_no_acceptance():
     summary = summarise(SystemRun("transformers", (result(),), 1.0), None)
     assert summary["acceptance_rate"] is None and summary["mean_acceptance_length"] is None
@@ -144,7 +156,9 @@ def test_a_system_that_tells_nothing_has_no_acceptance():
 def test_a_report_has_its_schema_and_is_json():
     runs = [SystemRun(n, (result(usage=usage()),), 1.0) for n in ("plain", "speculative")]
     report = json.loads(json.dumps(build_report(runs, models={}, settings={}, command="c")))
-    assert set(report) == {"runs", "ratios", "models", "settings", "machine", "command", "git"}
+    assert set(report) == {
+        "runs", "ratios", "of_best_fixed", "models", "settings", "machine", "command", "git"
+    }  # fmt: skip
     expected = {"system", "prompts", "tokens", "tok_s", "ttft_ms", "tpot_ms", "acceptance_rate"}
     expected |= {"mean_acceptance_length", "speculation", "identical_to_plain", "per_category"}
     for run in report["runs"]:

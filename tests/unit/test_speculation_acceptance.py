@@ -5,6 +5,7 @@ import random
 import pytest
 
 from outrider.speculation.acceptance import AcceptanceModel, PoolPrior, expected_tokens
+from outrider.speculation.load import Kind, ProposerPool
 
 
 def draw(rates: list[float], rng: random.Random) -> int:
@@ -122,3 +123,18 @@ def test_plain_rounds_make_nothing_forgotten():
     for _ in range(100):
         model.observe(0, 0)
     assert model.survival(4) == before
+
+
+def test_a_new_session_starts_from_what_its_kind_found_and_a_new_kind_from_what_all_did():
+    pool = ProposerPool("draft")
+    chat, summaries = Kind.of(0.0, 60), Kind.of(0.0, 900)
+    assert len({chat, summaries, Kind.of(1.0, 60)}) == 3 and Kind.of(0.0, 80) == chat
+    for seed in range(12):
+        for kind, rate in ((chat, 0.8), (summaries, 0.2)):
+            session, rng = AcceptanceModel(pool.of_kind(kind)), random.Random(seed)
+            for _ in range(60):
+                session.observe(1, int(rng.random() < rate))
+    assert AcceptanceModel(pool.of_kind(chat)).survival(1)[0] == pytest.approx(0.8, abs=0.08)
+    assert AcceptanceModel(pool.of_kind(summaries)).survival(1)[0] == pytest.approx(0.2, abs=0.08)
+    new = AcceptanceModel(pool.of_kind(Kind.of(1.0, 5000))).survival(1)[0]
+    assert new == pytest.approx(pool.acceptance.survival(1)[0]) == pytest.approx(0.5, abs=0.1)

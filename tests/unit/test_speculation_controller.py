@@ -13,6 +13,7 @@ from outrider.speculation.costs import CostLine, Line
 from outrider.speculation.length import Mode
 from outrider.speculation.load import ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
+from outrider.types import SpeculationStats
 
 VERIFY, DRAFT = Line(0.019, 0.0006), Line(0.0002, 0.002)
 
@@ -32,6 +33,7 @@ def play(
     draft: Line = DRAFT,
     others: Callable[[int], int] = lambda i: 0,
     opening_s: float = 0.0,
+    prompt: int = 0,
     noise: float = 0.04,
     seed: int = 0,
 ) -> tuple[list[int], float, float]:
@@ -49,11 +51,22 @@ def play(
         if k:
             draft_s, opening_s = draft_s + opening_s, 0.0
         verify_s = verify.predict(rows) * rng.gauss(1, noise)
+        if prompt:
+            rows, verify_s = rows + prompt, verify_s + 0.001 * prompt
         policy.observe(
             Observation(
-                k, accepted, draft_s, verify_s, rows, round_s=draft_s + verify_s, num_asked=k
+                k,
+                accepted,
+                draft_s,
+                verify_s,
+                rows,
+                round_s=draft_s + verify_s,
+                compute_s=verify_s,
+                num_asked=k,
+                prompt_rows=prompt,
             )
         )
+        prompt = 0
         lengths.append(k)
         tokens += accepted + 1
         seconds += (draft_s + verify_s) / verify.predict(others(i) + 1)
@@ -92,6 +105,65 @@ def test_what_opening_a_session_takes_says_nothing_of_guesses():
         lengths, _, _ = play(policy, lambda i: 0.8, 60, opening_s=0.3)
         policy.close()
         assert min(lengths[30:]) >= 3
+
+
+def test_a_prompt_says_nothing_of_what_rounds_cost():
+    """Its rows are not those of sessions beside this one, its pass is not what passes take."""
+    load, pool = TargetLoad(), ProposerPool("draft")
+    for _ in range(3):
+        policy = AdaptiveController(load, [pool])
+        lengths, _, _ = play(policy, lambda i: 0.8, 30, prompt=600)
+        policy.close()
+        assert lengths.index(2) <= 4 and min(lengths[14:]) >= 3
+    assert load.verify.predict(1) == pytest.approx(VERIFY.predict(1), rel=0.05)
+    assert policy.decision.inputs["others_tokens_per_s"] == 0.0
+
+
+def test_a_session_that_moves_goes_by_its_new_target():
+    near, far, pool = TargetLoad(), TargetLoad(), ProposerPool("draft")
+    beside = AdaptiveController(far, [pool])
+    play(beside, lambda i: 0.8, 60, verify=Line(0.010, 0.010))
+    policy = AdaptiveController(near, [pool])
+    before, _, _ = play(policy, lambda i: 0.8, 60)
+    assert before[-1] >= 3 and near.num_sessions == 1
+    beside.close()
+    policy.moves_to(far)
+    assert (near.num_sessions, near.share_guessing, far.num_sessions) == (0, 0.0, 1)
+    lengths, _, _ = play(policy, lambda i: 0.8, 40, verify=Line(0.010, 0.010))
+    assert policy.decision.inputs["row_s"] == pytest.approx(0.010, rel=0.3)
+    assert max(lengths[10:]) <= 2
+    policy.close()
+    assert far.num_sessions == 0
+
+
+def test_a_session_that_is_taken_over_starts_from_what_was_counted():
+    """Of 200 rounds of 4 guesses: where all but the first rejected one were not looked at."""
+    history = SpeculationStats(
+        proposed_by_position=(200, 200, 200, 200), accepted_by_position=(180, 162, 146, 131)
+    )
+    load, pool = TargetLoad(), ProposerPool("draft")
+    costly = Line(0.0002, 0.007)
+    other = AdaptiveController(load, [pool])
+    play(other, lambda i: 0.3, 300, draft=costly)
+    other.close()
+    believed, lengths = [], []
+    for told in (history, SpeculationStats()):
+        policy = AdaptiveController(load, [pool])
+        policy.recall(told)
+        lengths.append(play(policy, lambda i: 0.9, 8, draft=costly)[0])
+        believed.append(policy.decision.inputs["acceptance_1"])
+        policy.close()
+    assert believed[0] > 0.7 > believed[1]
+    assert min(lengths[0][1:]) >= 2 > max(lengths[1])
+
+
+@pytest.mark.parametrize("proposed", [(), (0, 0), (3, 0), (5, 5, 2)])
+def test_odd_counts_of_a_former_owner_do_no_harm(proposed: tuple[int, ...]):
+    policy = controller()
+    accepted = tuple(min(1, count) for count in proposed)
+    policy.recall(SpeculationStats(proposed_by_position=proposed, accepted_by_position=accepted))
+    lengths, _, _ = play(policy, lambda i: 0.8, 60)
+    assert lengths[-1] >= 3
 
 
 def test_a_pinned_length_is_kept_whatever_it_brings():

@@ -85,6 +85,26 @@ def test_each_load_is_remembered():
     assert crowd.share(Phase.CLOSED, 90) == 1.0
 
 
+def test_sessions_that_may_not_guess_are_looked_at_now_and_then():
+    """Which costs next to nothing, and does not keep the gate from its trials."""
+    load, pool = TargetLoad(), ProposerPool("draft")
+    sessions = [AdaptiveController(load, [pool]) for _ in range(8)]
+    phases, looks = [], []
+    for _ in range(800):
+        before = load.verify.num_observations
+        for session in sessions:
+            k = session.next_length()
+            seconds = 0.02 + 0.01 * k
+            session.observe(Observation(k, 0, 0.0, seconds, 8 + 8 * k, num_asked=k))
+        phases.append(load.gate.phase)
+        looks.append(load.verify.num_observations - before)
+    closed = [n for n, phase in zip(looks, phases, strict=True) if phase is Phase.CLOSED]
+    assert phases.count(Phase.CLOSED) > 700 and phases.count(Phase.TRIAL) > 5
+    assert sum(closed) / len(closed) < 8 / 4
+    first, *_, last = (i for i, phase in enumerate(phases) if phase is Phase.TRIAL)
+    assert first < 40 and last > 300
+
+
 def test_pinned_sessions_have_no_say():
     load, pool = TargetLoad(), ProposerPool("draft")
     pinned = [AdaptiveController(load, [pool], limits=Limits(pinned=0)) for _ in range(8)]

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 
+from outrider.speculation import replay
 from outrider.speculation.controller import Limits
 from outrider.speculation.costs import Line
 from outrider.speculation.fan_out import RankCounts, allocate
 from outrider.speculation.length import Mode
 from outrider.speculation.policies import adaptive, oracle
 from outrider.speculation.processes import AcceptanceProcess, constant, mixture
+from outrider.speculation.replay import Scenario
 from outrider.speculation.simulator import outcomes_that_come, simulate
 from outrider.speculation.world import Load, Result, World
 
@@ -172,6 +174,25 @@ def test_a_length_does_not_run_away_in_the_simulator():
     near = [k for k, rate in rates.items() if rate > 0.95 * rates[best]]
     assert max(near) < 8
     assert sum(k in near for k in lengths) > 0.8 * len(lengths)
+
+
+def test_long_contexts_are_priced_apart_from_short_ones():
+    """Rows behind 3,000 tokens cost several others: neither teaches the other a wrong price."""
+    where = dataclasses.replace(CPU, shared=0.0, context_s=2e-6, prompt_s=0.0005)
+    processes = [
+        dataclasses.replace(constant(rate, 160), category=name, prompt_len=length)
+        for name, rate, length in (("short", 0.6, 60), ("long", 0.35, 3000)) * 20
+    ]
+
+    def made(k: int | None) -> dict[str, Result]:
+        return replay.run(where, processes, adaptive(where.mode, Limits(k)), Scenario(), 1)
+
+    ours, fixed = made(None), [made(k) for k in range(6)]
+    for name in ("short", "long"):
+        best = max(results[name].decoded_per_s for results in fixed)
+        assert ours[name].decoded_per_s > 0.95 * best
+    assert fixed[2]["long"].decoded_per_s < 0.9 * fixed[0]["long"].decoded_per_s
+    assert fixed[2]["short"].decoded_per_s > 1.3 * fixed[0]["short"].decoded_per_s
 
 
 # Beside others

@@ -10,9 +10,16 @@ from outrider.cli.__main__ import main
 from outrider.errors import InvalidArgument
 from outrider.speculation import traces
 from outrider.speculation.costs import Line
+from outrider.speculation.evaluation import halves
 from outrider.speculation.examples import demo_trace
 from outrider.speculation.length import Mode
-from outrider.speculation.processes import estimate, mixture
+from outrider.speculation.processes import (
+    AcceptanceProcess,
+    constant,
+    estimate,
+    mixture,
+    spliced,
+)
 from outrider.speculation.replay import OURS, PLAIN, Scenario, compare, world_of
 from outrider.speculation.traces import Trace, TracedRound, TracedSession
 
@@ -161,6 +168,57 @@ def test_simulate_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Capture
     assert report["settings"]["mode"] == "pipelined"
     assert [scenario["delay_ms"] for scenario in report["scenarios"]] == [0, 4]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_stretches_of_processes_follow_each_other_behind_the_first_prompt():
+    easy = AcceptanceProcess("easy", (0, 10, 20), ((0.9,), (0.8,), (0.7,)), 30, prompt_len=50)
+    hard = AcceptanceProcess("hard", (0, 5), ((0.2,), (0.1,)), 15, prompt_len=9)
+    mixed = spliced([(easy, 12, 22), (hard, 0, 15), (easy, 0, 3)], category="mixed")
+    assert (mixed.num_tokens, mixed.prompt_len, mixed.category) == (28, 50, "mixed")
+    rates = [mixed.rates_at(token)[0] for token in (0, 7, 8, 9, 10, 14, 15, 24, 25, 27)]
+    assert rates == [0.8, 0.8, 0.7, 0.7, 0.2, 0.2, 0.1, 0.1, 0.9, 0.9]
+
+
+def test_rounds_that_waited_for_a_prompt_are_no_part_of_a_fit():
+    rounds = [TracedRound(0, 0, 0, 900_000, 900_000, 1), TracedRound(2, 1, 400_000, 20_000, 0, 3)]
+    rounds += [TracedRound(2, 1, 4000, 21_000, 25_000, 3)] * 40
+    world = world_of(
+        Trace("sequential", {}, (TracedSession("a", "c", tuple(rounds)),)), Mode.SEQUENTIAL
+    )
+    assert world.draft.predict(2) == pytest.approx(0.004, rel=0.01)
+    assert world.verify.predict(3) + world.guess_trip_s == pytest.approx(0.021, rel=0.01)
+
+
+def test_by_category_ours_stands_beside_the_best_fixed_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, out = tmp_path / "t.jsonl", tmp_path / "out.json"
+    sessions = [
+        record([(rate, 150)], category=name, seed=seed)
+        for name, rate in (("chat", 0.8), ("poems", 0.3))
+        for seed in range(4)
+    ]
+    traces.write(path, {}, sessions)
+    flags = ["--by-category", "--half", "second", "--each", "3", "--tokens", "60-90"]
+    assert main(["simulate", str(path), *flags, "--k-max", "4", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    rows = {row["category"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["chat", "poems", "changing", "back and forth"]
+    assert all(name in printed for name in rows)
+    for row in rows.values():
+        rates = row["tokens_per_s"]
+        assert row["best_fixed"] == max(("plain", "k=1", "k=2", "k=3", "k=4"), key=rates.get)
+        assert row["warm_of_best"] == pytest.approx(rates["warm"] / rates[row["best_fixed"]])
+    assert rows["chat"]["tokens_per_s"]["k=4"] > rows["poems"]["tokens_per_s"]["k=4"]
+    with pytest.raises(SystemExit):
+        main(["simulate", "--by-category", "--tokens", "90-60"])
+
+
+def test_halves_share_no_session():
+    processes = [constant(0.5, 10 + i, category=name) for i, name in enumerate("aabab")]
+    first, second = halves(processes)
+    assert [p.num_tokens for p in first] == [10, 12, 13]
+    assert [p.num_tokens for p in second] == [11, 14]
 
 
 def test_simulate_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

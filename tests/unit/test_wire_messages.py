@@ -223,7 +223,7 @@ LOGPROBS = (
 
 
 def test_verdicts_and_timings_come_back():
-    timing = WorkTiming(queue_us=1, compute_us=2, batch_rows=3)
+    timing = WorkTiming(queue_us=1, compute_us=2, batch_rows=3, prompt_rows=4)
     ahead = [Verdict((3, 4), 1, 1, run_ahead=told) for told in (True, False)]
     tree = Verdict((3, 4), 1, 5, num_beside=7)
     for verdict in (Verdict((3, 4), 1, 5, LOGPROBS), Verdict((7,), 0, 0), *ahead, tree):

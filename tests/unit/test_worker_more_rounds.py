@@ -541,6 +541,8 @@ def test_each_reply_tells_of_its_own_round_only(folder):
         assert sum(computed) <= sum(elapsed) <= took_us
         assert max(reply.verified.timing.queue_us for reply in replies[1:]) == 0
         assert [reply.verified.timing.batch_rows for reply in replies] == [len(PROMPT)] + [1] * 20
+        prompts = [reply.verified.timing.prompt_rows for reply in replies]
+        assert prompts == [len(PROMPT) - 1] + [0] * 20
 
 
 def test_a_draft_never_goes_on(tiny_models):
