@@ -1,5 +1,6 @@
 """URLs of Redis: what they may be, and what of them may be shown."""
 
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from outrider.errors import InvalidArgument
@@ -36,3 +37,20 @@ def url_error(fault: str, *, field: str) -> InvalidArgument:
         "redis://user:password@host:6379/0; percent-encode special characters of the password",
         field=field,
     )
+
+
+def password_in(path: str, *, url: str, field: str) -> str:
+    """The password that a file holds for a URL without one; "" where no file is named. Raises
+    InvalidArgument for `field`."""
+    if not path:
+        return ""
+    if parse_redis_url(url, field=field)[1]:
+        raise InvalidArgument("the Redis URL holds a password already", field=field)
+    try:
+        password = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise InvalidArgument(f"cannot read {path}: {reason}", field=field) from None
+    if not password:
+        raise InvalidArgument(f"{path} is empty", field=field)
+    return password

@@ -18,6 +18,7 @@ from outrider.types import MAX_PROPOSAL_TOKENS
 from outrider.v1 import worker_pb2
 from outrider.wire import require
 from outrider.worker.handover import Handover
+from outrider.worker.kv_blocks import KvBlocks
 from outrider.worker.watching import Vitals, Watching
 from outrider.worker.worker import Worker
 
@@ -49,11 +50,13 @@ class WorkerServicer:
         *,
         incarnation: int,
         capabilities: tuple[str, ...],
+        kv_store: KvBlocks | None = None,
     ) -> None:
         self._worker = worker
         self.loaded = loaded
         self._incarnation = incarnation
         self._capabilities = capabilities
+        self._kv_store = kv_store
         self._outboxes: set[Outbox] = set()
         self._failure = ""
         self._watching = Watching(incarnation, self._vitals)
@@ -166,6 +169,7 @@ class WorkerServicer:
             prefix_hit_tokens=load.prefix_hit_tokens,
             device_id=loaded.device_id,
             tensor_parallel=loaded.ranks,
+            kv_store=self._kv_store.info() if self._kv_store else None,
         )
 
     async def fail(self, reason: str) -> None:

@@ -24,7 +24,7 @@ from outrider.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from outrider.redis_url import parse_redis_url, url_error
+from outrider.redis_url import parse_redis_url, password_in, url_error
 from services.orchestrator.store_tls import RenewedSslConnection
 
 MAX_CONNECTIONS = 64
@@ -71,7 +71,7 @@ class ScriptClient:
         key_file: str | None = None,
     ) -> "ScriptClient":
         address, secrets = parse_redis_url(url, field="redis_url")
-        password = _password_from(password_file, secrets)
+        password = password_in(password_file or "", url=url, field="store_password_file")
         tls = {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
         tls = {name: path for name, path in tls.items() if path}
         if tls and not url.startswith("rediss://"):
@@ -196,19 +196,3 @@ class ScriptClient:
         ):
             return Unavailable(f"{store} refuses writes for now ({detail}); check it, then retry")
         return InternalError(f"{store} answered with an error: {detail}")
-
-
-def _password_from(path: str | None, in_url: tuple[str, ...]) -> str:
-    if not path:
-        return ""
-    field = "store_password_file"
-    if in_url:
-        raise InvalidArgument("the Redis URL holds a password already", field=field)
-    try:
-        password = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise InvalidArgument(f"cannot read {path}: {reason}", field=field) from None
-    if not password:
-        raise InvalidArgument(f"{path} is empty", field=field)
-    return password
