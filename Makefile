@@ -43,7 +43,7 @@ demo: setup  ## start four processes, ask SmolLM2 a question, stop them
 test: setup  ## all tests but the long ones
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: setup  ## groups of ranks, workers that come and go, stores that go away: minutes
+test-slow: setup .tools/.installed  ## groups of ranks, workers that come and go, stores that go away: minutes
 	$(BIN)/pytest --numprocesses 2 --dist loadfile -m slow
 
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes

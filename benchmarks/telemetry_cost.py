@@ -1,165 +1,163 @@
-"""What telemetry adds, in microseconds: `python benchmarks/telemetry_cost.py`.
+"""What telemetry costs the real stack, in tokens a second: `python benchmarks/telemetry_cost.py`.
 
-Each figure is the best of several runs, since others may use the machine. A round of a session
-takes 2 to 30 ms.
+Two stacks of the demo pair run side by side: one with telemetry off, one with a Prometheus endpoint
+that is scraped every second, and traces and metrics sent by OTLP to a collector on this machine,
+which throws them away. They are asked in turn, in pairs whose order alternates, so that whatever
+else the machine does falls on both; the figure is the median of the pairs' ratios. All requests are
+traced, rounds as `trace_every` has it (32).
 """
 
-import timeit
-from collections.abc import Callable
-from types import SimpleNamespace
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator
+from concurrent import futures
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+import grpc
 
-from outrider.engine.rows import Branch, Draw
-from outrider.engine.scheduler import Work
-from outrider.engine.sequence import Sequence
-from outrider.remote.outcomes import BufferUse
-from outrider.speculation.length import Decision
-from outrider.speculation.observation import Observation
-from outrider.telemetry.context import TraceContext
-from outrider.telemetry.metrics import Metrics
-from outrider.telemetry.service import OFF, Telemetry
-from outrider.telemetry.spans import SpanIds, Spans
-from outrider.types import GenerationSpec, SamplingParams, SpeculationStats, VerificationMode
-from outrider.v1 import generation_pb2, worker_pb2
-from outrider.worker.metrics import watch_worker
-from outrider.worker.traces import WorkTraces, _Told
-from services.draft.drafter import DraftWork
-from services.orchestrator.decoder import RoundRecord, RoundTimes
-from services.orchestrator.metrics import Progress, Sums
-from services.orchestrator.observed import RequestWatch, Watch
-from services.orchestrator.store_tally import StoreTally
+from outrider.bench.machine import describe_git, describe_machine
+from outrider.bench.prompts import default_prompts, read_prompts, select_evenly
+from outrider.cli.scrape import scrape_all
+from outrider.cli.stack import LocalStack, StackConfig
+from outrider.client import GenerationOptions, Message, OutriderClient
 
-RUNS = 7
-TRACE = TraceContext(0xABC, 0xDEF, sampled=True)
+TIERS = ("orchestrator", "target", "draft")
+SCRAPE_EVERY_S = 1.0
+EXPORT_EVERY_MS = 5000
+BAR = 0.98
 
 
-class Nowhere(SpanExporter):
-    def export(self, spans: Any) -> SpanExportResult:
-        return SpanExportResult.SUCCESS
+def collect(ready: Connection) -> None:
+    """A collector in a process of its own: takes whatever comes, and reads nothing of it."""
+
+    class Everything(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((Everything(),))
+    ready.send(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    server.wait_for_termination()
 
 
-def record(context_len: int = 500) -> RoundRecord:
-    seen = Observation(3, 2, 0.001, 0.005, batch_rows=4, context_len=context_len, round_s=0.006)
-    inputs = {name: 1.0 for name in "abcdefghijkl"}
-    return RoundRecord(seen, 3, 4, Decision(3, 4, "draft", 100.0, 50.0, inputs), 1.0)
+@contextlib.contextmanager
+def collector() -> Any:
+    """Its endpoint."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=collect, args=(there,))
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{here.recv()}"
+    finally:
+        process.terminate()
+        process.join()
 
 
-def watched(telemetry: Telemetry, watch: Watch | None = None) -> RequestWatch:
-    """A request that has become a generation."""
-    watch = watch or Watch(telemetry, trace_every=32, model_names=lambda: ["m"])
-    context: Any = SimpleNamespace(invocation_metadata=lambda: (), time_remaining=lambda: None)
-    request = watch.request(generation_pb2.GenerateRequest(), context).__enter__()
-    stats = SpeculationStats(
-        9, 27, 18, proposed_by_position=(9,) * 3, accepted_by_position=(6,) * 3
-    )
-    generation: Any = SimpleNamespace(
-        progress=Progress(stats, RoundTimes(), 30), finish_reason=None
-    )
-    plan: Any = SimpleNamespace(
-        session_id="s",
-        request_id="r",
-        mode=VerificationMode.COUPLED,
-        proposer="draft",
-        prompt_len=100,
-    )
-    request.begins(generation, plan, "m")
-    return request
+@dataclass(frozen=True)
+class Side:
+    """A stack, and where its metrics are; none where telemetry is off."""
+
+    client: OutriderClient
+    metrics: tuple[str, ...]
+
+    async def turn(self, args: argparse.Namespace, texts: list[str]) -> float:
+        """Tokens a second of `args.sessions` streams at once, prefills included."""
+        options = GenerationOptions(max_tokens=args.max_tokens, ignore_eos=True, temperature=0.0)
+
+        async def one(number: int) -> int:
+            text = texts[number % len(texts)]
+            done = await self.client.complete([Message("user", text)], options)
+            return len(done.token_ids)
+
+        scraper = asyncio.create_task(self._scrape()) if self.metrics else None
+        started = time.perf_counter()
+        tokens = sum(await asyncio.gather(*map(one, range(args.sessions))))
+        rate = tokens / (time.perf_counter() - started)
+        if scraper is not None:
+            scraper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await scraper
+        return rate
+
+    async def _scrape(self) -> None:
+        while True:
+            found = await scrape_all(self.metrics)
+            assert not any(scrape.error for scrape in found), found
+            await asyncio.sleep(SCRAPE_EVERY_S)
 
 
-def verification() -> tuple[Work, worker_pb2.Reply]:
-    entry = worker_pb2.Entry(verify=worker_pb2.VerifyEntry())
-    entry.header.trace_every = 1
-    sequence = Sequence()
-    sequence.spec = GenerationSpec(SamplingParams(), prompt_len=1)
-    work = Work(sequence, [1], 1, 1, 0.0, owner=SimpleNamespace(entry=entry))
-    work.started = work.arrived
-    return work, worker_pb2.Reply(verified=worker_pb2.Verified(num_accepted=2, num_proposed=3))
+@contextlib.asynccontextmanager
+async def side(args: argparse.Namespace, endpoint: str) -> AsyncIterator[Side]:
+    """A stack with telemetry to `endpoint`; without one, off."""
+    env = {}
+    if endpoint:
+        env = {f"OUTRIDER_{tier.upper()}_METRICS_ADDRESS": "127.0.0.1:0" for tier in TIERS}
+        env |= {f"OUTRIDER_{tier.upper()}_OTLP_ENDPOINT": endpoint for tier in TIERS}
+        env["OTEL_METRIC_EXPORT_INTERVAL"] = str(EXPORT_EVERY_MS)
+    config = StackConfig(target=args.target, draft=args.draft, threads=args.threads, env=env)
+    async with (
+        LocalStack(config) as stack,
+        await OutriderClient.connect(address=stack.address) as client,
+    ):
+        found = tuple(str(s.info["metrics"]) for s in stack.services if "metrics" in s.info)
+        assert len(found) == (len(TIERS) if endpoint else 0)
+        yield Side(client, found)
 
 
-class Running:
-    """A generation among many."""
-
-    def __init__(self, like: RequestWatch) -> None:
-        self.key, self._like = like.key, like
-
-    @property
-    def progress(self) -> Progress:
-        return self._like.progress
-
-
-def new_metrics() -> Metrics:
-    return Metrics(MeterProvider([InMemoryMetricReader()]).get_meter("bench"))
-
-
-def show(what: str, action: Callable[[], object], number: int = 2000) -> None:
-    best = min(timeit.repeat(action, number=number, repeat=RUNS)) / number * 1e6
-    print(f"  {what:<70}{best:>9.2f} us", flush=True)
-
-
-def orchestrator(spans: Spans) -> None:
-    off, counted = watched(OFF), watched(Telemetry(new_metrics()))
-    traced = watched(Telemetry(spans=spans))
-    assert traced.trace is not None
-    told = 32 * 20 + traced.trace.trace_id % 32 + 3
-    one, here, away = [record()], [record(told)], [record(told + 1)]
-    tally = StoreTally()
-
-    def operation() -> None:
-        with tally.operation("commit"):
-            pass
-
-    print("a round, in the orchestrator")
-    show("telemetry off", lambda: off.rounds(one))
-    show("metrics on", lambda: counted.rounds(one))
-    show("of a traced request, not told (31 of 32)", lambda: traced.rounds(away))
-    show("of a traced request, told (1 of 32)", lambda: traced.rounds(here), 300)
-    spans.later.finish()
-    trace = traced._trace
-    assert trace is not None
-    show("  written by another thread", lambda: trace._round(here[0], told, 100.0), 300)
-    show("its commit counted, off or on", operation)
-    print("a request, all but its rounds")
-    show("telemetry off", lambda: watched(OFF).__exit__(None, None, None), 300)
-    counted_again = Telemetry(new_metrics())
-    watch = Watch(counted_again, model_names=lambda: ["m"])
-    show("metrics on", lambda: watched(counted_again, watch).__exit__(None, None, None), 300)
-    sums = Sums(fresh_s=0.0)
-    for _ in range(1000):
-        sums.begin(Running(counted))
-    print("a collection")
-    show("summing up 1000 running generations", sums.all, 3)
-
-
-def workers(spans: Spans) -> None:
-    use, made = BufferUse(), DraftWork()
-    draw = Draw(GenerationSpec(SamplingParams()), 7, 4, (Branch(0, 0),) * 8)
-    work, reply = verification()
-    traces = WorkTraces(spans, tier="target", model="m")
-    worker: Any = SimpleNamespace(num_waiting=0, limits=None, counters={})
-    watch_worker(new_metrics(), worker, tier="target", model="m")
-    print("a round, in the workers")
-    show("target: outcomes of the buffer counted, off or on", lambda: use.count(8, 4, hit=True))
-    show("draft: guesses counted, off or on", lambda: made.count(draw))
-    show("of a traced request, told (1 of 32)", lambda: traces.tell(TRACE, work, reply), 300)
-    spans.later.finish()
-    told = _Told(TRACE, 7, "verify", 1.0, 1.1, 1.2, 4, 0, reply)
-    show("  written by another thread, while a pass runs", lambda: traces._write(told), 300)
-    print("a pass, all sessions together")
-    show("metrics on", lambda: worker.on_pass(0.005, 7))
+async def measure(args: argparse.Namespace) -> list[tuple[float, float]]:
+    """Off and on, tokens a second, pair by pair."""
+    prompts = select_evenly(read_prompts(default_prompts()), args.sessions)
+    texts = [prompt.text for prompt in prompts]
+    with collector() as endpoint:
+        async with side(args, "") as off, side(args, endpoint) as on:
+            for each in (off, on):
+                await each.turn(args, texts)
+            pairs = []
+            for number in range(args.pairs):
+                order = (off, on) if number % 2 == 0 else (on, off)
+                rates = {id(each): await each.turn(args, texts) for each in order}
+                pairs.append((rates[id(off)], rates[id(on)]))
+                without, with_it = pairs[-1]
+                print(
+                    f"{number + 1:>3}  off {without:8.1f}  on {with_it:8.1f} tok/s  "
+                    f"{with_it / without:.3f}",
+                    flush=True,
+                )
+    return pairs
 
 
 def main() -> None:
-    tracers = TracerProvider()
-    tracers.add_span_processor(BatchSpanProcessor(Nowhere()))
-    spans = Spans(tracers.get_tracer("bench"), SpanIds())
-    orchestrator(spans)
-    workers(spans)
-    tracers.shutdown()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--draft", default="demo")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--sessions", type=int, default=4, help="streams at once")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    # What this shell is told of telemetry is not for the side that has none.
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        del os.environ[name]
+    pairs = asyncio.run(measure(args))
+    ratios = [on / off for off, on in pairs]
+    median, (low, _, high) = statistics.median(ratios), statistics.quantiles(ratios, n=4)
+    print(f"on / off: median {median:.4f}, quartiles {low:.4f} to {high:.4f}; bar {BAR}")
+    if args.json:
+        settings = {k: str(v) for k, v in vars(args).items()}
+        report = {"settings": settings, "machine": describe_machine(), "git": describe_git()}
+        report |= {"pairs": pairs, "median": median, "quartiles": [low, high]}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ RUN apt-get update \
  && install -d -o 10001 -g 10001 /cache
 COPY --from=packages /opt/outrider /opt/outrider
 # All that a worker writes goes to /cache and /tmp; the root may be read-only.
-ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp \
+ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp TQDM_DISABLE=1 \
     OUTRIDER_CACHE=/cache XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface \
     TORCH_EXTENSIONS_DIR=/cache/torch TRITON_CACHE_DIR=/cache/triton \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor

@@ -6,6 +6,7 @@ redis+cluster://HOST,HOST some nodes of a Redis Cluster; rediss+… is the same 
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from outrider.errors import InvalidArgument
@@ -92,6 +93,23 @@ def url_error(fault: str, *, field: str, several: bool = False) -> InvalidArgume
         "characters of the password",
         field=field,
     )
+
+
+def password_in(path: str | None, *, held: bool, field: str) -> str:
+    """The password that a file holds, for a URL without one (`held`: with one); "" where no file is
+    named. Raises InvalidArgument for `field`."""
+    if not path:
+        return ""
+    if held:
+        raise InvalidArgument("the Redis URL holds a password already", field=field)
+    try:
+        password = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise InvalidArgument(f"cannot read {path}: {reason}", field=field) from None
+    if not password:
+        raise InvalidArgument(f"{path} is empty", field=field)
+    return password
 
 
 def _servers(parts: SplitResult, kind: str, *, tls: bool, field: str) -> RedisServers:

@@ -3,7 +3,7 @@
 values.schema.json     from values.yaml's comments, schema.py, and the services' settings
 README.md              from values.yaml's comments
 files/dashboard.json   from dashboard.py
-files/redis-rights     what orchestrators need of the store, from their code
+files/*-rights         what orchestrators and workers need of their stores, from their code
 
 With --check nothing is written; it fails where a file would change.
 """
@@ -18,6 +18,7 @@ import yaml
 
 from comments import comments_of
 from dashboard import dashboard
+from outrider.kv_store.connection import RIGHTS as KV_RIGHTS
 from readme import readme
 from schema import with_descriptions
 from services.orchestrator.store_client import RIGHTS
@@ -37,7 +38,8 @@ def main() -> None:
         "values.schema.json": lambda: json.dumps(schema, indent=1, ensure_ascii=False) + "\n",
         "README.md": lambda: readme(values, comments),
         "files/dashboard.json": lambda: json.dumps(dashboard(), indent=1) + "\n",
-        "files/redis-rights": lambda: f"resetchannels -@all {RIGHTS}\n",
+        "files/redis-rights": lambda: f"~outrider:* resetchannels -@all {RIGHTS}\n",
+        "files/kvstore-rights": lambda: f"~outrider:kv:* resetchannels -@all {KV_RIGHTS}\n",
     }
     stale = [name for name, make in made.items() if not write(CHART / name, make(), check=check)]
     if stale:

@@ -217,6 +217,50 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 
+ROWS["KV blocks in Redis"] = (
+    Panel(
+        "Tokens restored, of those that sessions lacked",
+        "percentunit",
+        {
+            "{{tier}}": rate("outrider_kv_store_tokens_total", "tier")
+            + " / "
+            + rate("outrider_prefix_tokens_total", "tier")
+        },
+        "KV that was brought back rather than computed",
+    ),
+    Panel(
+        "Blocks",
+        "short",
+        {"{{tier}}: {{result}}": rate("outrider_kv_store_blocks_total", "tier, result")},
+        "missed: a restore ended there; gone: lost from the pool before they were written",
+    ),
+    Panel(
+        "Bytes",
+        "Bps",
+        {"{{tier}}: {{result}}": rate("outrider_kv_store_io_bytes_total", "tier, result")},
+    ),
+    Panel(
+        "Restores",
+        "short",
+        {"{{tier}}: {{result}}": rate("outrider_kv_store_restores_total", "tier, result")},
+        "declined: computing was thought to be faster; late: it was",
+    ),
+    Panel(
+        "Trouble",
+        "short",
+        {
+            "refused: {{reason}}": rate("outrider_kv_store_refusals_total", "reason"),
+            "store {{reason}}": rate("outrider_kv_store_errors_total", "reason"),
+            "not written": rate("outrider_kv_store_offers_dropped_total"),
+        },
+    ),
+    Panel(
+        "Workers that use the store",
+        "short",
+        {"{{tier}}": gauge("outrider_kv_store_up", "tier")},
+    ),
+)
+
 _WIDTH, _HEIGHT, _A_LINE = 8, 8, 3
 
 

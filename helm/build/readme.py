@@ -14,7 +14,7 @@ apart from everything else. How to install, upgrade and run it: `docs/operations
 
 | profile | what it is |
 |---|---|
-| `values.yaml` alone | the demo pair on CPUs, with mTLS by cert-manager and a durable store |
+| `values.yaml` alone | the demo pair on CPUs: mTLS, a durable store, no operator needed |
 | `values-demo.yaml` | the same on a laptop's cluster, which needs no operator at all |
 | `values-gpu.yaml` | Llama 3.1 8B with drafts of 1B, a GPU a pod, scaled by KEDA |
 | `values-70b.yaml` | Llama 3.1 70B in groups of two pods, with drafts of 1B |
@@ -31,6 +31,10 @@ server and client authentication:
 | draft | `RELEASE-workers`, `RELEASE-drafts`, `*.RELEASE-drafts` |
 | target | `RELEASE-workers`, `RELEASE-targets`, `*.RELEASE-targets` |
 | redis | `RELEASE-redis` |
+| kvStore | `RELEASE-kvstore` |
+
+With `tls.checkClientNames` the names `RELEASE-orchestrator` and `RELEASE-targets` also say who may
+call a worker.
 
 ## Values
 

@@ -7,6 +7,10 @@ import typing
 from typing import Any
 
 from comments import Path
+from outrider.rpc.audit import LEVELS as AUDIT_LEVELS
+from outrider.rpc.key_sets import ALGORITHMS
+from outrider.telemetry.service import PROTOCOLS
+from outrider.types import Priority
 from services.draft import service as draft
 from services.orchestrator.config import OrchestratorConfig
 from services.target.service import TargetConfig
@@ -19,7 +23,12 @@ MANAGED = frozenset(
     "tls_cert tls_key tls_client_ca worker_ca worker_cert worker_key worker_token_file "
     "worker_tls_name draft_ca draft_cert draft_key draft_token_file draft_tls_name "
     "store_url store_password_file store_ca store_cert store_key targets drafts zone "
-    "model model_name cache_dir tensor_parallel group_token_file group_host group_port".split()
+    "model model_name cache_dir tensor_parallel group_token_file group_host group_port "
+    "tls_client_names jwt_keys jwt_keys_ca jwt_issuer jwt_audience jwt_algorithms jwt_tenant_claim "
+    "jwt_leeway_s jwt_refresh_s calls_per_s calls_burst caller_limits audit otlp_endpoint "
+    "otlp_protocol trace_sample_rate trace_every kv_store_url kv_store_password_file kv_store_ca "
+    "kv_store_cert kv_store_key kv_store_timeout_s kv_store_ttl_s kv_store_write_mib_s "
+    "kv_restore".split()
 )
 
 STRING: Schema = {"type": "string"}
@@ -190,10 +199,39 @@ def when(switch: str, *, then: dict[str, Schema], is_: Any = True) -> Schema:
     }
 
 
+# A password in a URL would end in a ConfigMap.
+STORE_URL: Schema = {
+    "type": "string",
+    "pattern": r"^(rediss?://([^:@/]*@)?[^:@/]+(:\d+)?(/\d*)?)?$",
+}
+STORE_MEMORY: Schema = {"type": "string", "pattern": r"^\d+([kmg]b)?$"}
+EXTERNAL_STORE = obj(
+    url=STORE_URL,
+    passwordSecret=NAME,
+    passwordKey={"type": "string", "minLength": 1},
+    tlsSecret=NAME,
+    clientCertificate=BOOL,
+    peers=OBJECTS,
+    port=PORT,
+)
+STORE_USER: Schema = obj(
+    name={
+        "type": "string",
+        "pattern": "^[a-z][a-z0-9-]*$",
+        "not": {"enum": ["default", "outrider", "keeper"]},
+    },
+    secret={**NAME, "minLength": 1},
+    rights={
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "string", "pattern": r"^[-+~%&@a-zA-Z0-9_:|*]+$"},
+    },
+) | {"required": ["name", "secret", "rights"]}
+
 REDIS = obj(
     enabled=BOOL,
     image=image(registry=True),
-    maxMemory={"type": "string", "pattern": r"^\d+([kmg]b)?$"},
+    maxMemory=STORE_MEMORY,
     persistence=obj(
         enabled=BOOL,
         size=QUANTITY,
@@ -201,32 +239,76 @@ REDIS = obj(
         appendFsync=one_of("always", "everysec", "no"),
     ),
     existingSecret=NAME,
+    users=array(STORE_USER),
     resources=RESOURCES,
-    external=obj(
-        # A password would end in a ConfigMap.
-        url={"type": "string", "pattern": r"^(rediss?://([^:@/]*@)?[^:@/]+(:\d+)?(/\d*)?)?$"},
-        passwordSecret=NAME,
-        passwordKey={"type": "string", "minLength": 1},
-        tlsSecret=NAME,
-        clientCertificate=BOOL,
-        peers=OBJECTS,
-        port=PORT,
-    ),
+    external=EXTERNAL_STORE,
     **PLACE,
 ) | when("enabled", is_=False, then={"external": {"properties": {"url": {"minLength": 1}}}})
 
+KV_STORE = obj(
+    enabled=BOOL,
+    tiers=array(one_of("draft", "target")) | {"minItems": 1, "uniqueItems": True},
+    image=image(registry=True),
+    maxMemory=STORE_MEMORY,
+    evictionPolicy=one_of("allkeys-lru", "allkeys-lfu", "volatile-lru", "volatile-ttl"),
+    existingSecret=NAME,
+    ttlSeconds=POSITIVE,
+    writeMibPerSecond={"type": "number", "exclusiveMinimum": 0},
+    restore=one_of("auto", "always"),
+    timeoutSeconds={"type": "number", "minimum": 0.01, "maximum": 60},
+    resources=RESOURCES,
+    external=EXTERNAL_STORE,
+    **PLACE,
+)
+
+URL: Schema = {"type": "string", "pattern": r"^(https?://[^@\s]+)?$"}
+SECONDS: Schema = {"type": "number", "minimum": 0}
+JWT = obj(
+    issuer=STRING,
+    audience=STRING,
+    keysUrl={"type": "string", "pattern": r"^(https://[^@\s]+)?$"},
+    keysSecret=NAME,
+    keysKey={"type": "string", "minLength": 1},
+    caSecret=NAME,
+    tenantClaim={"type": "string", "minLength": 1},
+    algorithms=array(one_of(*ALGORITHMS)) | {"minItems": 1},
+    leewaySeconds=SECONDS,
+    refreshSeconds={"type": "number", "exclusiveMinimum": 0},
+)
+CALLER = obj(
+    running=POSITIVE,
+    waiting=COUNT,
+    weight={"type": "number", "exclusiveMinimum": 0, "maximum": 1000},
+    priority=one_of(*(priority.value for priority in Priority)),
+)
+QUOTAS = obj(
+    callsPerSecond=SECONDS,
+    callsBurst=COUNT,
+    # A colon or a comma would end a name in the setting.
+    callers={
+        "type": "object",
+        "propertyNames": {"pattern": r"^[^:,\s]+$"},
+        "additionalProperties": CALLER,
+    },
+)
+TELEMETRY = obj(
+    otlp=obj(endpoint=URL, protocol=one_of(*PROTOCOLS), headersSecret=NAME, caSecret=NAME),
+    traces=obj(sampleRate={"type": "number", "minimum": 0, "maximum": 1}, everyRounds=COUNT),
+)
+
 TLS = obj(
-    mode=one_of("certManager", "secrets", "selfSigned", "none"),
+    mode=one_of("auto", "certManager", "secrets", "selfSigned", "none"),
     certManager=obj(
         issuerRef=obj(name=NAME, kind=STRING, group=STRING),
         duration=DURATION,
         renewBefore=DURATION,
     ),
-    secrets=obj(orchestrator=NAME, draft=NAME, target=NAME, redis=NAME),
+    secrets=obj(orchestrator=NAME, draft=NAME, target=NAME, redis=NAME, kvStore=NAME),
     selfSigned=obj(validityDays=POSITIVE),
     publicSecret=NAME,
     extraNames=array({"type": "string", "minLength": 1}),
     requireClientCertificate=BOOL,
+    checkClientNames=BOOL,
 )
 
 MONITOR = obj(enabled=BOOL, labels=TEXTS, interval=DURATION)
@@ -255,8 +337,16 @@ def build() -> Schema:
         tls=TLS,
         auth=obj(
             callers=obj(enabled=BOOL, existingSecret=NAME),
-            workers=obj(enabled=BOOL, existingSecret=NAME),
+            jwt=JWT,
+            workers=obj(
+                enabled=BOOL,
+                existingSecret=NAME,
+                acceptedKey={"type": "string", "pattern": "^[A-Za-z0-9._-]+$"},
+            ),
         ),
+        quotas=QUOTAS,
+        audit=obj(level=one_of(*AUDIT_LEVELS)),
+        telemetry=TELEMETRY,
         orchestrator=tier(
             OrchestratorConfig,
             strategy=OBJECT,
@@ -281,6 +371,7 @@ def build() -> Schema:
             cache=obj(size=QUANTITY, volume=OBJECT, claim=OBJECT),
         ),
         redis=REDIS,
+        kvStore=KV_STORE,
         networkPolicy=obj(
             enabled=BOOL,
             callers=OBJECTS,
@@ -289,6 +380,8 @@ def build() -> Schema:
             apiServer=OBJECTS,
             apiServerPorts=array(PORT),
             collector=OBJECTS,
+            issuer=OBJECTS,
+            storeClients=OBJECTS,
             modelHub=BOOL,
         ),
         metrics=obj(
@@ -314,7 +407,10 @@ def build() -> Schema:
             | when("enabled", then={"caCertificateRefs": {"minItems": 1}}),
         ),
         test=obj(
-            prompt={"type": "string", "minLength": 1}, maxTokens=POSITIVE, timeoutSeconds=POSITIVE
+            prompt={"type": "string", "minLength": 1},
+            maxTokens=POSITIVE,
+            timeoutSeconds=POSITIVE,
+            tokenSecret=NAME,
         ),
         extraObjects=array({"type": ["object", "string"]}),
     )

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import __version__, errors
-from outrider.cli import bench, chat, doctor, generate, plan, sessions, simulate, top, up
+from outrider.cli import chat, doctor, generate, sessions, top, up
+from outrider.cli.measuring import MEASURING
 from outrider.cli.progress import show_log
 from outrider.cli.stack import StackError
 
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (up, generate, chat, sessions, bench, plan, simulate, top, doctor):
+    for command in (up, generate, chat, sessions, *MEASURING, top, doctor):
         command.add_parser(subparsers)
     return parser
 

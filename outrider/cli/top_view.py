@@ -122,6 +122,33 @@ def _process(before: Scrape, now: Scrape) -> dict[str, Any]:
         "refusals": change.of("outrider_refusals_total"),
         "fences": change.of("outrider_fences_total"),
         "links_up": now.total("outrider_links_up"),
+        "kv_store": _kv_store(change, now),
+    }
+
+
+def _kv_store(change: _Change, now: Scrape) -> dict[str, Any] | None:
+    """The block store, as a worker that has one uses it."""
+    if "outrider_kv_store_up" not in now.samples:
+        return None
+
+    def blocks(result: str) -> float | None:
+        return change.per_s("outrider_kv_store_blocks_total", result=result)
+
+    def restores(result: str) -> float:
+        return change.of("outrider_kv_store_restores_total", result=result)
+
+    return {
+        "up": now.total("outrider_kv_store_up") > 0,
+        "blocks_written_per_s": blocks("written"),
+        "blocks_restored_per_s": blocks("restored"),
+        "bytes_written_per_s": change.per_s("outrider_kv_store_io_bytes_total", result="written"),
+        "bytes_restored_per_s": change.per_s("outrider_kv_store_io_bytes_total", result="restored"),
+        "tokens_restored_per_s": change.per_s("outrider_kv_store_tokens_total"),
+        "restores": restores("done"),
+        "restores_late": restores("late"),
+        "restores_declined": restores("declined"),
+        "refused": change.of("outrider_kv_store_refusals_total"),
+        "errors": change.of("outrider_kv_store_errors_total"),
     }
 
 
@@ -141,6 +168,7 @@ def render(figures: dict[str, Any]) -> RenderableType:
         _pairs("speculation", figures["speculation"], _SPECULATION_UNITS),
         _acceptance(figures["speculation"]["acceptance_by_position"]),
         _processes(figures["processes"]),
+        *_kv_stores(figures["processes"]),
     )
 
 
@@ -210,6 +238,38 @@ def _processes(processes: Sequence[dict[str, Any]]) -> Table:
         numbers = [_number(process[key], scale, unit) for _, key, scale, unit in _COLUMNS]
         table.add_row(process["tier"], process["model"], process["address"], *numbers)
     return table
+
+
+_KV_STORE_COLUMNS = (
+    ("written", "blocks_written_per_s", 1, "/s"),
+    ("MB", "bytes_written_per_s", 1e-6, "/s"),
+    ("restored", "blocks_restored_per_s", 1, "/s"),
+    ("MB", "bytes_restored_per_s", 1e-6, "/s"),
+    ("tokens", "tokens_restored_per_s", 1, "/s"),
+    ("restores", "restores", 1, ""),
+    ("late", "restores_late", 1, ""),
+    ("declined", "restores_declined", 1, ""),
+    ("refused", "refused", 1, ""),
+    ("errors", "errors", 1, ""),
+)
+
+
+def _kv_stores(processes: Sequence[dict[str, Any]]) -> list[Table]:
+    """A table of those that use the block store, where there is one."""
+    users = [process for process in processes if process.get("kv_store")]
+    if not users:
+        return []
+    table = Table(title="KV blocks in the store", title_justify="left", box=None, pad_edge=False)
+    table.add_column("metrics at", no_wrap=True)
+    table.add_column("store")
+    for name, *_ in _KV_STORE_COLUMNS:
+        table.add_column(name, justify="right")
+    for process in users:
+        store = process["kv_store"]
+        state = Text("used") if store["up"] else Text("away", style="red")
+        numbers = [_number(store[key], scale, unit) for _, key, scale, unit in _KV_STORE_COLUMNS]
+        table.add_row(process["address"], state, *numbers)
+    return [table]
 
 
 def _number(value: float | None, scale: float, unit: str) -> str:

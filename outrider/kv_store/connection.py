@@ -31,13 +31,15 @@ STORE_ERRORS = (redis_errors.RedisError, OSError)
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where the store is, and how to get in. `timeout_s` bounds each step of an operation."""
+    """Where the store is, and how to get in. `password` is what the URL does not hold; `timeout_s`
+    bounds each step of an operation."""
 
     url: str
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
     timeout_s: float = 2.0
+    password: str = ""
 
     def __post_init__(self) -> None:
         parse_redis_url(self.url, field="kv_store_url")
@@ -91,6 +93,7 @@ class StoreAddress:
             "protocol": 2,
             "socket_timeout": self.timeout_s,
             "socket_connect_timeout": self.timeout_s,
+            **({"password": self.password} if self.password else {}),
             **{names[name]: path for name, path in self._files.items()},
         }
 
@@ -98,7 +101,7 @@ class StoreAddress:
         """What went wrong, for people, without credentials."""
         detail = str(error) or type(error).__name__
         _, secrets = parse_redis_url(self.url, field="kv_store_url")
-        for secret in secrets:
+        for secret in (*secrets, *filter(None, [self.password])):
             detail = detail.replace(secret, "***")
         if isinstance(error, redis_errors.NoPermissionError):
             return (
@@ -106,7 +109,7 @@ class StoreAddress:
                 f"an orchestrator {READER_RIGHTS} on ~outrider:kv:*"
             )
         if is_refusal(error):
-            return f"{self.name} refuses the credentials; check user and password of its URL"
+            return f"{self.name} refuses the credentials; check user and password"
         if isinstance(error, redis_errors.MovedError | redis_errors.ClusterCrossSlotError):
             return f"{self.name} is a node of a Redis Cluster, which KV blocks do not support"
         return f"{self.name}: {detail}"

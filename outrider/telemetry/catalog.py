@@ -56,7 +56,7 @@ class Metric:
     def prometheus_name(self) -> str:
         """As Prometheus' exporter of OpenTelemetry makes it."""
         name = prometheus_label(self.name)
-        suffix = {"s": "_seconds"}.get(self.unit, "")
+        suffix = {"s": "_seconds", "By": "_bytes"}.get(self.unit, "")
         name = name if name.endswith(suffix) else name + suffix
         return f"{name}_total" if self.kind is Kind.COUNTER else name
 
@@ -125,7 +125,10 @@ LABELS: Mapping[str, tuple[str, tuple[str, ...] | None]] = {
     ),
     "result": (
         "what became of it",
-        ("hit", "miss", "used", "unused", "shared", "computed"),
+        (
+            *("hit", "miss", "used", "unused", "shared", "computed"),
+            *("written", "restored", "missed", "gone", "done", "late", "declined"),
+        ),
     ),
     "state": (
         "of work, waiting for KV, running or parked until its draft answers; of KV blocks, used by "
@@ -133,12 +136,14 @@ LABELS: Mapping[str, tuple[str, tuple[str, ...] | None]] = {
         ("waiting", "running", "parked", "used", "cached", "free"),
     ),
     "reason": (
-        "why entries were refused, fenced or sessions closed",
+        "why entries were refused, fenced or sessions closed; of KV blocks of the block store: "
+        "damaged, of another layout (foreign) or of other tokens; of that store: failed or full",
         (
             *map(refusal_name, worker_pb2.RefusalReason.values()),
             _OTHER_REASON,
             "evicted",
             "expired",
+            *("damaged", "foreign", "other_tokens", "failed", "full"),
         ),
     ),
     "for": ("what a draft guessed for", ("chain", "outcome")),
@@ -475,6 +480,67 @@ _WORKER_METRICS = (
     ),
 )
 
+_KV_STORE_METRICS = (
+    _size(
+        "outrider.kv_store.up",
+        "{worker}",
+        _WORKER,
+        WORKERS,
+        "Workers that use the block store; one that failed is left alone for up to 30 s.",
+    ),
+    _counter(
+        "outrider.kv_store.blocks",
+        "{block}",
+        (*_WORKER, "result"),
+        WORKERS,
+        "KV blocks of the block store: written, restored, missed (a restore ended where one was "
+        "not there), or gone from the pool before they were written.",
+    ),
+    _counter(
+        "outrider.kv_store.io",
+        "By",
+        (*_WORKER, "result"),
+        WORKERS,
+        "Bytes of the blocks written and restored.",
+    ),
+    _counter(
+        "outrider.kv_store.tokens",
+        "{token}",
+        _WORKER,
+        WORKERS,
+        "Tokens whose KV was restored rather than computed.",
+    ),
+    _counter(
+        "outrider.kv_store.restores",
+        "{restore}",
+        (*_WORKER, "result"),
+        WORKERS,
+        "Prefixes that were brought back (done), came too late, or were not asked for because "
+        "computing them was thought to be faster (declined).",
+    ),
+    _counter(
+        "outrider.kv_store.refusals",
+        "{block}",
+        (*_WORKER, "reason"),
+        WORKERS,
+        "Blocks from the store that were not what they should be, and were not used.",
+    ),
+    _counter(
+        "outrider.kv_store.errors",
+        "{operation}",
+        (*_WORKER, "reason"),
+        WORKERS,
+        "Operations that failed, or found the store full.",
+    ),
+    _counter(
+        "outrider.kv_store.offers_dropped",
+        "{prefix}",
+        _WORKER,
+        WORKERS,
+        "Prefixes that were not written because the store was away or the queue to it was full.",
+    ),
+)
+
 _SHARED_METRICS = (
     _counter(
         "outrider.fences",
@@ -528,7 +594,7 @@ _SHARED_METRICS = (
     ),
 )
 
-METRICS = (*_ORCHESTRATOR_METRICS, *_WORKER_METRICS, *_SHARED_METRICS)
+METRICS = (*_ORCHESTRATOR_METRICS, *_WORKER_METRICS, *_KV_STORE_METRICS, *_SHARED_METRICS)
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 

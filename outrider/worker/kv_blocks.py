@@ -10,13 +10,14 @@ from typing import Any
 from outrider.engine.block_copies import BlockCopies
 from outrider.engine.scheduler import Work
 from outrider.errors import FailedPrecondition
-from outrider.kv_store.blocks import BlockCodec, Bytes, KvLayout
+from outrider.kv_store.blocks import REASONS, BlockCodec, Bytes, KvLayout
 from outrider.kv_store.connection import STORE_ERRORS, StoreAddress, is_refusal
 from outrider.kv_store.estimate import Estimate, PrefillCost
 from outrider.kv_store.health import Counts, Health
 from outrider.kv_store.index import IndexWriter
 from outrider.kv_store.reader import BlockReader, Fetch
 from outrider.kv_store.writer import BlockWriter, Offer, Source
+from outrider.v1 import worker_pb2
 from outrider.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,20 @@ class KvBlocks:
         self.writer.close(_FLUSH_S)
         self.reader.close()
 
+    def info(self) -> worker_pb2.KvStoreInfo:
+        """What became of blocks so far."""
+        counts = self.counts
+        return worker_pb2.KvStoreInfo(
+            up=self.health.up,
+            blocks_written=counts["kv_blocks_written"],
+            bytes_written=counts["kv_bytes_written"],
+            blocks_restored=counts["kv_blocks_restored"],
+            bytes_restored=counts["kv_bytes_restored"],
+            tokens_restored=counts["kv_tokens_restored"],
+            blocks_refused=sum(counts[f"kv_blocks_{reason}"] for reason in REASONS),
+            errors=counts["kv_store_errors"],
+        )
+
     # --- the worker's thread ------------------------------------------------------------------
 
     def begin(self, work: Work) -> float | None:
@@ -203,6 +218,7 @@ class KvBlocks:
         before = work.computed
         self._scheduler.restored(work, (index + len(staged)) * size)
         self.counts.add("kv_blocks_restored", len(staged))
+        self.counts.add("kv_bytes_restored", len(staged) * self._copies.block_bytes)
         self.counts.add("kv_tokens_restored", work.computed - before)
 
     def _waits(self, work: Work, fetch: Fetch) -> bool:
@@ -223,6 +239,7 @@ class KvBlocks:
         seconds = time.monotonic() - fetch.began
         if in_time and blocks > 0:
             self.estimate.restored(seconds, blocks * self._copies.block_bytes)
+            self.counts.add("kv_restores_done")
             tokens = blocks * self._blocks.block_tokens
             logger.info("restored KV", extra={"tokens": tokens, "ms": round(seconds * 1e3, 1)})
         elif time.monotonic() >= fetch.until:

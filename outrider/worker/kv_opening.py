@@ -17,6 +17,7 @@ from outrider.errors import InvalidArgument, Unsupported
 from outrider.kv_store.blocks import KvLayout
 from outrider.kv_store.connection import StoreAddress
 from outrider.kv_store.estimate import PrefillCost
+from outrider.redis_url import parse_redis_url, password_in
 from outrider.worker.kv_blocks import KvBlocks
 from outrider.worker.worker import Worker
 
@@ -32,6 +33,9 @@ class KvStoreConfig:
         help="where KV blocks are kept for other workers: redis://, rediss:// or unix://; best a "
         "Redis of their own with maxmemory and allkeys-lru. Empty: nowhere",
         secret=True,
+    )
+    kv_store_password_file: str = setting(
+        "", help="file with that store's password, where its URL holds none"
     )
     kv_store_ca: str = setting("", help="PEM CA of that store's certificate")
     kv_store_cert: str = setting("", help="PEM client certificate for it")
@@ -63,6 +67,11 @@ class KvStoreConfig:
             self.kv_store_cert,
             self.kv_store_key,
             self.kv_store_timeout_s,
+            password_in(
+                self.kv_store_password_file,
+                held=bool(parse_redis_url(self.kv_store_url, field="kv_store_url")[1]),
+                field="kv_store_password_file",
+            ),
         )
 
 

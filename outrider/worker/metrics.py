@@ -1,7 +1,8 @@
 """The metrics of a worker: passes as they end, all else read from its counters when asked for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+from outrider.kv_store.blocks import REASONS as BLOCK_REASONS
 from outrider.telemetry.catalog import FENCE_REASONS, refusal_name, rows_label
 from outrider.telemetry.metrics import Labels, Metrics, Sample
 from outrider.v1 import worker_pb2
@@ -9,6 +10,8 @@ from outrider.worker.worker import Worker, WorkerLoad
 
 _REASONS = tuple(map(refusal_name, worker_pb2.RefusalReason.values()))
 _CLOSURES = ("evicted", "expired")
+_BLOCK_RESULTS = ("written", "restored", "missed", "gone")
+_RESTORE_RESULTS = ("done", "late", "declined")
 
 
 def watch_worker(metrics: Metrics, worker: Worker, *, tier: str, model: str) -> None:
@@ -17,6 +20,37 @@ def watch_worker(metrics: Metrics, worker: Worker, *, tier: str, model: str) -> 
     worker.on_pass = _Passes(metrics, worker, own).passed
     _watch_load(metrics, worker, own)
     _watch_counters(metrics, worker, own)
+
+
+def watch_kv_store(
+    metrics: Metrics,
+    counts: Mapping[str, int],
+    is_up: Callable[[], bool],
+    *,
+    tier: str,
+    model: str,
+) -> None:
+    """Tell of the block store that a worker uses: `counts` are its counters, `kv_…`."""
+    own = {"tier": tier, "model": model}
+
+    def by(label: str, **names: str) -> Callable[[], list[Sample]]:
+        return lambda: [(counts[name], {**own, label: value}) for value, name in names.items()]
+
+    def total(name: str) -> Callable[[], list[Sample]]:
+        return lambda: [(counts[name], own)]
+
+    sources: dict[str, Callable[[], list[Sample]]] = {
+        "up": lambda: [(int(is_up()), own)],
+        "blocks": by("result", **{r: f"kv_blocks_{r}" for r in _BLOCK_RESULTS}),
+        "io": by("result", written="kv_bytes_written", restored="kv_bytes_restored"),
+        "tokens": total("kv_tokens_restored"),
+        "restores": by("result", **{r: f"kv_restores_{r}" for r in _RESTORE_RESULTS}),
+        "refusals": by("reason", **{r: f"kv_blocks_{r}" for r in BLOCK_REASONS}),
+        "errors": by("reason", failed="kv_store_errors", full="kv_store_full"),
+        "offers_dropped": total("kv_offers_dropped"),
+    }
+    for name, read in sources.items():
+        metrics.observe(f"outrider.kv_store.{name}", read)
 
 
 class _Passes:

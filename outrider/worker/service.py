@@ -32,7 +32,7 @@ from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
 from outrider.worker.crew import Crew
 from outrider.worker.gathering import DEFAULT_MAX_PASSES
 from outrider.worker.kv_opening import KvStoreConfig, open_store
-from outrider.worker.metrics import watch_worker
+from outrider.worker.metrics import watch_kv_store, watch_worker
 from outrider.worker.ranks import (
     GroupConfig,
     Layout,
@@ -124,12 +124,20 @@ async def serve_worker(
     store = await crew.unless_lost(
         loop.run_in_executor(thread, open_store, config, worker, loaded, incarnation)
     )
+    if store is not None and telemetry.metrics is not None:
+        watch_kv_store(
+            telemetry.metrics,
+            worker.counters,
+            lambda: store.health.up,
+            tier=tier_name,
+            model=loaded.name,
+        )
     servicer = make_servicer(
         worker,
         loaded,
         incarnation=incarnation,
         capabilities=capabilities(loaded),
-        kv_blocks=store,
+        kv_store=store,
     )
     add_servicer(server, servicer)
     running = loop.run_in_executor(thread, worker.run)

@@ -53,13 +53,13 @@ class WorkerServicer:
         *,
         incarnation: int,
         capabilities: tuple[str, ...],
-        kv_blocks: KvBlocks | None = None,
+        kv_store: KvBlocks | None = None,
     ) -> None:
-        self._kv_blocks = kv_blocks
         self._worker = worker
         self.loaded = loaded
         self._incarnation = incarnation
         self._capabilities = capabilities
+        self._kv_store = kv_store
         self._outboxes: set[Outbox] = set()
         self._failure = ""
         self._watching = Watching(incarnation, self._vitals)
@@ -152,8 +152,8 @@ class WorkerServicer:
         samples = min(request.samples, MAX_SAMPLES)
         if samples:
             found.machine.CopyFrom(await asyncio.to_thread(look_at_machine, self.loaded))
-            if self._kv_blocks is not None:
-                found.kv_store.CopyFrom(await look_at_kv_store(self._kv_blocks, samples))
+            if self._kv_store is not None:
+                found.kv_store.CopyFrom(await look_at_kv_store(self._kv_store, samples))
             addresses = request.draft_addresses[:_MAX_PROBED]
             found.drafts.extend(await self.look_at_drafts(addresses, samples))
         found.sent_unix_us = unix_us()
@@ -194,6 +194,7 @@ class WorkerServicer:
             prefix_hit_tokens=load.prefix_hit_tokens,
             device_id=loaded.device_id,
             tensor_parallel=loaded.ranks,
+            kv_store=self._kv_store.info() if self._kv_store else None,
         )
 
     async def fail(self, reason: str) -> None:

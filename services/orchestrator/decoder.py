@@ -141,9 +141,6 @@ class Whereabouts(Protocol):
         """How the last round went in which the target asked it."""
 
 
-_NO_PROPOSAL = Proposed(Proposal())
-
-
 class _Round(NamedTuple):
     """One verdict, what the target spent on it, and how it came by the proposal if it `asked`."""
 

@@ -13,7 +13,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
 from outrider.errors import InvalidArgument
-from outrider.redis_url import SENTINEL, RedisServers, is_tls, parse_store_url, url_error
+from outrider.redis_url import (
+    SENTINEL,
+    RedisServers,
+    is_tls,
+    parse_store_url,
+    password_in,
+    url_error,
+)
 from services.orchestrator.store_batches import Batches
 from services.orchestrator.store_cluster import Cluster
 from services.orchestrator.store_sentinel import PrimaryFinder, connection_to_primary
@@ -142,7 +149,8 @@ def open_servers(
 ) -> Opened:
     """Connects when it is first used. Raises InvalidArgument."""
     address, secrets, several = parse_store_url(url, field="redis_url")
-    password = _password_from(password_file, secrets, several)
+    held = bool(several.password if several else secrets)
+    password = password_in(password_file, held=held, field="store_password_file")
     files = {name: path for name, path in tls.items() if path}
     if files and not is_tls(url):
         raise InvalidArgument("TLS files need a rediss:// URL", field="redis_url")
@@ -193,19 +201,3 @@ def _several(servers: RedisServers, access: Access) -> Servers:
     if servers.kind == SENTINEL:
         return OneServer(own.client("", 0), access.timeout_s, finder)
     return Cluster(servers.hosts, own.client, timeout_s=access.timeout_s)
-
-
-def _password_from(path: str | None, in_url: tuple[str, ...], several: RedisServers | None) -> str:
-    if not path:
-        return ""
-    name = "store_password_file"
-    if several.password if several else in_url:
-        raise InvalidArgument("the Redis URL holds a password already", field=name)
-    try:
-        password = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise InvalidArgument(f"cannot read {path}: {reason}", field=name) from None
-    if not password:
-        raise InvalidArgument(f"{path} is empty", field=name)
-    return password

@@ -28,6 +28,13 @@ _GPU_POOL = {
     "podAnnotations": {"note": "a"},
 }
 _SECRETS = {"orchestrator": "a", "draft": "b", "target": "c", "redis": "d"}
+_JWT = {
+    "issuer": "https://login.example.com",
+    "audience": "outrider",
+    "keysUrl": "https://login.example.com:8443/keys",
+    "tenantClaim": "org",
+    "algorithms": ["ES256"],
+}
 _KEDA = {"autoscaling": {"kind": "keda"}}
 _HPA = {"autoscaling": {"kind": "hpa"}}
 
@@ -46,6 +53,7 @@ MATRIX = (
         "an-issuer",
         {
             "tls": {
+                "mode": "certManager",
                 "certManager": {"issuerRef": {"name": "vault", "kind": "ClusterIssuer"}},
                 "extraNames": ["llm.example.com", "10.0.0.1"],
                 "publicSecret": "public",
@@ -53,10 +61,101 @@ MATRIX = (
             }
         },
     ),
+    Case("cert-manager-found", apis=("cert-manager.io/v1",)),
+    Case("any-certificate-of-the-ca", {"tls": {"checkClientNames": False}}),
+    Case(
+        "jwts-besides-tokens",
+        {
+            "auth": {"jwt": _JWT | {"caSecret": "i", "leewaySeconds": 5}},
+            "networkPolicy": {"issuer": [{"ipBlock": {"cidr": "10.1.2.3/32"}}]},
+        },
+    ),
+    Case(
+        "jwts-alone",
+        {"auth": {"callers": {"enabled": False}, "jwt": _JWT}, "test": {"tokenSecret": "t"}},
+    ),
+    Case(
+        "jwts-by-a-key-set",
+        {
+            "auth": {
+                "callers": {"enabled": False},
+                "jwt": _JWT | {"keysUrl": "", "keysSecret": "k", "keysKey": "keys.json"},
+            }
+        },
+    ),
+    Case(
+        "quotas",
+        {
+            "quotas": {
+                "callsPerSecond": 2.5,
+                "callsBurst": 20,
+                "callers": {
+                    "acme": {"running": 8, "waiting": 32, "weight": 2.5, "priority": "high"},
+                    "*": {"running": 2, "priority": "low"},
+                },
+            },
+            "audit": {"level": "all"},
+        },
+    ),
+    Case(
+        "traced",
+        {
+            "telemetry": {
+                "otlp": {
+                    "endpoint": "https://collector.example.com:4318",
+                    "protocol": "http",
+                    "headersSecret": "h",
+                    "caSecret": "o",
+                },
+                "traces": {"sampleRate": 0.25, "everyRounds": 64},
+            }
+        },
+    ),
+    Case(
+        "kv-store",
+        {
+            "kvStore": {"enabled": True, "tiers": ["draft", "target"], "restore": "always"},
+            "networkPolicy": {"storeClients": [{"podSelector": {"matchLabels": {"app": "exp"}}}]},
+        },
+    ),
+    Case(
+        "kv-store-without-tls",
+        {"kvStore": {"enabled": True, "existingSecret": "kv"}, "tls": {"mode": "none"}},
+    ),
+    Case(
+        "kv-store-elsewhere",
+        {
+            "kvStore": {
+                "enabled": True,
+                "external": {
+                    "url": "rediss://kv@kv.example.com:6390",
+                    "passwordSecret": "p",
+                    "tlsSecret": "t",
+                    "clientCertificate": True,
+                    "port": 6390,
+                    "peers": [{"ipBlock": {"cidr": "10.1.2.0/24"}}],
+                },
+            }
+        },
+    ),
+    Case(
+        "store-users",
+        {
+            "redis": {
+                "users": [
+                    {"name": "exporter", "secret": "e", "rights": ["-@all", "+ping", "+info"]},
+                    {"name": "backup", "secret": "b", "rights": ["~*", "+@read", "+bgrewriteaof"]},
+                ]
+            }
+        },
+    ),
     Case(
         "supplied-secrets",
         {
-            "auth": {"callers": {"existingSecret": "c"}, "workers": {"existingSecret": "w"}},
+            "auth": {
+                "callers": {"existingSecret": "c"},
+                "workers": {"existingSecret": "w", "acceptedKey": "tokens"},
+            },
             "redis": {"existingSecret": "r", "persistence": {"storageClass": "fast"}},
         },
     ),
@@ -118,7 +217,8 @@ MATRIX = (
                 "callers": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
                 "collector": [{"podSelector": {"matchLabels": {"app": "otel"}}}],
                 "modelHub": True,
-            }
+            },
+            "telemetry": {"otlp": {"endpoint": "http://otel.example.com:4317"}},
         },
     ),
     Case(
@@ -256,6 +356,36 @@ REFUSED = (
     ),
     ("no store", {"redis": {"enabled": False}}, "external"),
     ("certificates of nobody", {"tls": {"mode": "secrets"}}, "tls.secrets.orchestrator"),
+    (
+        "JWTs for whoever",
+        {"auth": {"jwt": _JWT | {"audience": ""}}},
+        "auth.jwt.audience",
+    ),
+    ("JWTs that nobody can check", {"auth": {"jwt": _JWT | {"keysUrl": ""}}}, "auth.jwt.keysUrl"),
+    ("keys over plain HTTP", {"auth": {"jwt": _JWT | {"keysUrl": "http://i/k"}}}, "keysUrl"),
+    ("a symmetric signature", {"auth": {"jwt": _JWT | {"algorithms": ["HS256"]}}}, "algorithms"),
+    ("a caller with a colon", {"quotas": {"callers": {"a:b": {}}}}, "a:b"),
+    ("a limit that there is not", {"quotas": {"callers": {"a": {"speed": 1}}}}, "speed"),
+    ("an endpoint without a scheme", {"telemetry": {"otlp": {"endpoint": "h:1"}}}, "endpoint"),
+    ("a second way to say it", {"orchestrator": {"settings": {"jwt_issuer": "x"}}}, "jwt_issuer"),
+    (
+        "KV of ranks in a store",
+        {
+            "kvStore": {"enabled": True},
+            "target": {"group": {"tensorParallel": 2}, "gpu": {"count": 2}},
+        },
+        "kvStore.tiers",
+    ),
+    (
+        "a user of the chart's own",
+        {"redis": {"users": [{"name": "outrider", "secret": "x", "rights": ["+@all"]}]}},
+        "users/0/name",
+    ),
+    (
+        "rights that end a line",
+        {"redis": {"users": [{"name": "x", "secret": "x", "rights": ["+get\nuser y on"]}]}},
+        "rights",
+    ),
     ("a group in a StatefulSet", {"target": {"group": {"size": 2}}}, "LeaderWorkerSet"),
     (
         "ranks that would not know each other",

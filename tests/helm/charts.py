@@ -30,12 +30,14 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Values of an installation; `since` is the oldest Kubernetes that has what it uses."""
+    """Values of an installation; `since` is the oldest Kubernetes that has what it uses, `apis` are
+    those that its cluster has besides Kubernetes' own."""
 
     name: str
     values: Values = field(default_factory=dict)
     profile: str = ""
     since: str = VERSIONS[0]
+    apis: tuple[str, ...] = ()
 
     def versions(self) -> tuple[str, ...]:
         return VERSIONS[VERSIONS.index(self.since) :]
@@ -58,7 +60,7 @@ def _command(case: Case) -> list[str]:
     command = ["template", "demo", str(CHART), "--namespace", "outrider"]
     if case.profile:
         command += ["--values", str(CHART / f"values-{case.profile}.yaml")]
-    return command
+    return [*command, *(f"--api-versions={api}" for api in case.apis)]
 
 
 def rendered_text(case: Case) -> str:
@@ -69,12 +71,12 @@ def rendered_text(case: Case) -> str:
 
 def render(case: Case) -> list[Manifest]:
     """The objects of an installation."""
-    return copy.deepcopy(_rendered(case.name, case.profile, json.dumps(case.values)))
+    return copy.deepcopy(_rendered(case.name, case.profile, json.dumps(case.values), case.apis))
 
 
 @functools.cache
-def _rendered(name: str, profile: str, values: str) -> list[Manifest]:
-    text = rendered_text(Case(name, json.loads(values), profile))
+def _rendered(name: str, profile: str, values: str, apis: tuple[str, ...]) -> list[Manifest]:
+    text = rendered_text(Case(name, json.loads(values), profile, apis=apis))
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return [manifest for manifest in yaml.load_all(text, Loader=loader) if manifest]
 

@@ -12,9 +12,11 @@ from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
 from cases import MATRIX, PROFILE_CASES
-from charts import CHART, NOT_YET, Case, Manifest, named, of_kind, pods, render
+from charts import CHART, NOT_YET, ROOT, Case, Manifest, named, of_kind, pods, render
 from outrider.config import load_config
+from outrider.types import Priority
 from services.draft.service import WorkerConfig
+from services.orchestrator.callers import CallerLimits, Callers
 from services.orchestrator.config import OrchestratorConfig
 from services.target.service import TargetConfig
 
@@ -371,6 +373,162 @@ def test_helm_test_asks_as_a_caller_would() -> None:
     args = build_parser().parse_args(command[1:])
     assert args.address == "demo-outrider-orchestrator.outrider.svc.cluster.local:50051"
     assert args.ca_file and args.token_file and args.prompt, shlex.join(command)
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def test_certificates_come_from_cert_manager_where_the_cluster_has_it() -> None:
+    with_it, without = render(case_of("cert-manager-found")), render(Case("defaults"))
+    assert of_kind(with_it, "Certificate") and not of_kind(without, "Certificate")
+    made = {m["metadata"]["name"] for m in of_kind(without, "Secret") if "tls.crt" in m["data"]}
+    assert made == {m["spec"]["secretName"] for m in of_kind(with_it, "Certificate")}
+
+
+@pytest.mark.parametrize("case", [Case("defaults"), Case("demo", profile="demo")], ids=str)
+def test_a_bare_cluster_has_all_that_defaults_ask_for(case: Case) -> None:
+    """No operator, no class of storage or ingress of a certain name, no value to fill in."""
+    own = {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1"}
+    assert {manifest["apiVersion"] for manifest in render(case)} <= own
+
+
+@every_case
+def test_workers_are_told_whose_calls_they_take(case: Case) -> None:
+    manifests = render(case)
+    names = certificate_names(manifests)
+    for tier, callers in (("draft", ("orchestrator", "target")), ("target", ("orchestrator",))):
+        allowed = settings(manifests, tier).get(f"OUTRIDER_{tier.upper()}_TLS_CLIENT_NAMES")
+        if case.name in ("plaintext", "kv-store-without-tls", "any-certificate-of-the-ca"):
+            assert allowed is None
+            continue
+        assert allowed and len(allowed.split(",")) == len(callers)
+        for name, caller in zip(allowed.split(","), callers, strict=True):
+            assert caller not in names or name in names[caller]
+
+
+def test_callers_and_their_limits_reach_the_orchestrator() -> None:
+    env = settings(render(case_of("quotas")), "orchestrator")
+    config = load_config(OrchestratorConfig, [], env, prog="x", env_prefix="OUTRIDER_ORCHESTRATOR_")
+    assert (config.calls_per_s, config.calls_burst, config.audit) == (2.5, 20, "all")
+    callers = Callers.parse(config.caller_limits)
+    assert callers.of("acme") == CallerLimits(8, 32, 2.5, Priority.HIGH)
+    assert callers.of("whoever") == CallerLimits(2, None, 1.0, Priority.LOW)
+
+
+def test_jwts_are_checked_as_the_values_say() -> None:
+    manifests = render(case_of("jwts-besides-tokens"))
+    env = settings(manifests, "orchestrator")
+    found = {key.removeprefix("OUTRIDER_ORCHESTRATOR_"): value for key, value in env.items()}
+    assert found["JWT_KEYS"] == "https://login.example.com:8443/keys"
+    assert found["JWT_KEYS_CA"] == "/etc/outrider/jwt-ca/ca.crt" and found["AUTH_TOKEN_FILE"]
+    assert (found["JWT_TENANT_CLAIM"], found["JWT_ALGORITHMS"]) == ("org", "ES256")
+    _, arrows_out = arrows(manifests)
+    assert {arrow for arrow in arrows_out if arrow[2] == 8443} == {
+        ("orchestrator", "internet", 8443)
+    }
+    alone = settings(render(case_of("jwts-alone")), "orchestrator")
+    assert "OUTRIDER_ORCHESTRATOR_AUTH_TOKEN_FILE" not in alone
+    assert alone["OUTRIDER_ORCHESTRATOR_JWT_ISSUER"]
+    by_file = render(case_of("jwts-by-a-key-set"))
+    keys = settings(by_file, "orchestrator")["OUTRIDER_ORCHESTRATOR_JWT_KEYS"]
+    assert keys == "/etc/outrider/jwt/keys.json"
+    assert not of_kind(by_file, "Pod"), "a test without a token could only fail"
+
+
+def test_traces_go_to_the_collector_that_values_name_and_pods_can_be_told_apart() -> None:
+    manifests = render(case_of("traced"))
+    for tier, workload in (("orchestrator", "Deployment"), ("target", "StatefulSet")):
+        env = settings(manifests, tier)
+        assert env[f"OUTRIDER_{tier.upper()}_OTLP_ENDPOINT"] == "https://collector.example.com:4318"
+        pod = named(manifests, workload, f"demo-outrider-{tier}")["spec"]["template"]
+        variables = {entry["name"]: entry for entry in containers(pod)[0]["env"]}
+        assert "$(POD_NAME)" in variables["OTEL_RESOURCE_ATTRIBUTES"]["value"]
+        headers = variables["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]
+        assert headers == {"name": "h", "key": "headers"}
+        assert variables["OTEL_EXPORTER_OTLP_CERTIFICATE"]["value"] == "/etc/outrider/otlp/ca.crt"
+    assert settings(manifests, "orchestrator")["OUTRIDER_ORCHESTRATOR_TRACE_SAMPLE_RATE"] == "0.25"
+    _, arrows_out = arrows(manifests)
+    assert {a for a in arrows_out if a[2] == 4318} == {(tier, "anyone", 4318) for tier in CONFIGS}
+
+
+def test_kv_blocks_have_a_store_that_their_tiers_alone_reach() -> None:
+    manifests = render(case_of("kv-store"))
+    config = named(manifests, "ConfigMap", "demo-outrider-kvstore")["data"]
+    assert "maxmemory-policy allkeys-lru" in config["redis.conf"]
+    assert "appendonly no" in config["redis.conf"] and "maxmemory 8gb" in config["redis.conf"]
+    assert config["rights"].startswith("~outrider:kv:* ")
+    for tier in ("draft", "target"):
+        env = settings(manifests, tier)
+        assert env[f"OUTRIDER_{tier.upper()}_KV_STORE_URL"] == (
+            "rediss://outrider@demo-outrider-kvstore.outrider.svc.cluster.local:6379/0"
+        )
+        assert env[f"OUTRIDER_{tier.upper()}_KV_RESTORE"] == "always"
+    assert not any("KV_STORE" in key for key in settings(manifests, "orchestrator"))
+    arrows_in, arrows_out = arrows(manifests)
+    within = {("draft", "kvstore", 6379), ("target", "kvstore", 6379)}
+    assert {a for a in arrows_in if a[1] == "kvstore"} == within | {("exp", "kvstore", 6379)}
+    assert {a for a in arrows_out if a[1] == "kvstore"} == within
+    elsewhere = render(case_of("kv-store-elsewhere"))
+    assert not [m for m in elsewhere if m["metadata"]["name"] == "demo-outrider-kvstore"]
+    env = settings(elsewhere, "target")
+    assert env["OUTRIDER_TARGET_KV_STORE_URL"] == "rediss://kv@kv.example.com:6390"
+    assert env["OUTRIDER_TARGET_KV_STORE_CERT"] == "/etc/outrider/kv-store-tls/tls.crt"
+    assert ("target", "internet", 6390) in arrows(elsewhere)[1]
+
+
+def test_every_autoscaler_asks_for_signals_that_metrics_make() -> None:
+    """The default targets name signals, and KEDA's queries are those of the signals."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    signals = values["metrics"]["signals"]
+    for tier in CONFIGS:
+        assert set(values[tier]["autoscaling"]["targets"]) <= set(signals), tier
+    used = {name for tier in CONFIGS for name in values[tier]["autoscaling"]["targets"]}
+    assert used == set(signals)
+    asked = set()
+    for scaler in of_kind(render(case_of("keda")), "ScaledObject"):
+        for trigger in scaler["spec"]["triggers"]:
+            query = trigger["metadata"]["query"]
+            assert "$selector" not in query and 'app_kubernetes_io_instance="demo"' in query
+            asked |= set(NAMES.findall(query))
+    catalog = pytest.importorskip("outrider.telemetry.catalog")
+    assert len(asked) >= 6 and asked <= set(catalog.prometheus_names())
+
+
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+
+
+def test_each_alert_has_its_section_in_the_runbook_and_each_section_its_alert() -> None:
+    alerts = {alert["alert"] for alert in yaml.safe_load((CHART / "files/alerts.yaml").read_text())}
+    sections = re.findall(r"^### (Outrider\w+)\n(.*?)(?=^##)", PAGE + "\n##", re.M | re.S)
+    assert len(sections) == len({name for name, _ in sections})
+    assert {name for name, _ in sections} == alerts
+    for name, text in sections:
+        assert "**Means**" in text and "**Do**" in text and len(text) > 200, name
+
+
+def test_each_alert_links_to_its_section() -> None:
+    (rules,) = of_kind(render(case_of("monitored")), "PrometheusRule")
+    found = [
+        rule for group in rules["spec"]["groups"] for rule in group["rules"] if "alert" in rule
+    ]
+    for rule in found:
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
+
+
+def test_the_runbook_names_values_and_metrics_that_there_are() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    catalog = pytest.importorskip("outrider.telemetry.catalog")
+    asked = set(re.findall(r"\b(?:outrider|gen_ai)_[a-z_]+", PAGE)) - {"outrider_scaling_"}
+    assert asked <= set(catalog.prometheus_names()), asked - set(catalog.prometheus_names())
+    for path in re.findall(r"`([a-z][A-Za-z]*(?:\.[a-zA-Z]+)+)(?::[^`]*)?`", PAGE):
+        parts = path.split(".")
+        if parts[0] not in values or parts[-1] in ("crt", "key", "yaml", "md", "txt"):
+            continue
+        node = values
+        for part in parts:
+            assert isinstance(node, dict) and (part in node or not node), path
+            node = node.get(part)
 
 
 NAMES = re.compile(r"\b(?:outrider|gen_ai)_[a-z0-9_]+")

@@ -6,6 +6,7 @@ Service is a line in each pod's hosts file.
 import base64
 import json
 import os
+import resource
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from charts import NOT_YET
 Manifest = dict[str, Any]
 NETWORK = "outrider-images-test"
 SUBNET = "10.203.17"
+MOST_RESTARTS = 3
+# Podman would set its own, and raising them takes a right that a sandboxed root has not.
+OPEN_FILES = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1 << 16)
+LIMITS = ("--ulimit", f"nofile={OPEN_FILES}:{OPEN_FILES}", "--ulimit", "nproc=4096:4096")
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
@@ -44,6 +49,7 @@ class Pod:
     address: str
     folders: dict[str, Path] = field(default_factory=dict)
     """Of its volumes, on this machine."""
+    restarts: int = 0
 
     @property
     def container(self) -> Manifest:
@@ -112,15 +118,19 @@ class Kubelet:
         ]
         for volume in volumes:
             pod.folders[volume["name"]] = self._make_volume(pod, volume)
-        podman("run", "--detach", *self._flags(pod), *self._command(pod))
+        podman("run", "--detach", *LIMITS, *self._flags(pod), *self._command(pod))
         return pod
 
     def wait_ready(self, pod: Pod) -> None:
-        """By its startup and readiness probes."""
+        """By its startup and readiness probes. A container that ends meanwhile, say because the
+        store is not there yet, is started again, as a kubelet does."""
         startup = pod.container["startupProbe"]
         deadline = time.monotonic() + startup["failureThreshold"] * startup["periodSeconds"]
         while not self.probe(pod, startup):
-            if not pod.running() or time.monotonic() > deadline:
+            if not pod.running() and pod.restarts < MOST_RESTARTS:
+                pod.restarts += 1
+                podman("start", pod.name)
+            elif not pod.running() or time.monotonic() > deadline:
                 raise Failed(f"{pod.name} did not start:\n{pod.log()[-3000:]}")
             time.sleep(1)
         assert self.probe(pod, pod.container["readinessProbe"])

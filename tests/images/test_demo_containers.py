@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from charts import CHART, helm
-from kubelet import Kubelet, Pod, grpc_healthy, load, podman, write_projected
+from kubelet import LIMITS, Kubelet, Pod, grpc_healthy, load, podman, write_projected
 from outrider.client import GenerationOptions, Message, OutriderClient
 from outrider.errors import Unauthenticated, Unavailable
 from outrider.rpc.channel import ChannelSecurity
@@ -221,7 +221,7 @@ def test_images_say_what_they_are() -> None:
         labels = config["Config"]["Labels"]
         assert labels["org.opencontainers.image.title"] == f"outrider-{tier}"
         assert labels["org.opencontainers.image.version"] == TAG
-        run = ("run", "--rm", "--network=none", "--entrypoint", "cat", image)
+        run = ("run", "--rm", *LIMITS, "--network=none", "--entrypoint", "cat", image)
         bill = json.loads(podman(*run, "/opt/outrider/sbom.cdx.json"))
         names = {component["name"] for component in bill["components"]}
         assert bill["bomFormat"] == "CycloneDX" and {"grpcio", "outrider", "libc6"} <= names
@@ -231,6 +231,11 @@ def test_images_say_what_they_are() -> None:
 def test_the_orchestrator_is_small_and_has_no_torch() -> None:
     config = json.loads(podman("image", "inspect", IMAGES["orchestrator"]))[0]
     assert config["Size"] < 250e6, config["Size"]
-    run = ("run", "--rm", "--network=none", "--entrypoint", "python3", IMAGES["orchestrator"])
-    found = podman(*run, "-c", "import importlib.util as u; print(u.find_spec('torch'))")
+    run = ("run", "--rm", *LIMITS, "--network=none", "--entrypoint", "python3")
+    found = podman(
+        *run,
+        IMAGES["orchestrator"],
+        "-c",
+        "import importlib.util as u; print(u.find_spec('torch'))",
+    )
     assert found == "None"

@@ -31,14 +31,17 @@ from outrider.kv_store.connection import READER_RIGHTS, RIGHTS
 from outrider.kv_store.estimate import PrefillCost
 from outrider.kv_store.index import index_key, index_salt
 from outrider.kv_store.purge import purge_tenant
+from outrider.telemetry.catalog import METRICS
 from outrider.token_log import TokenLog
 from outrider.types import new_nonce
 from outrider.worker import kv_blocks, kv_opening
 from outrider.worker.kv_blocks import KvBlocks
 from outrider.worker.kv_opening import KvStoreConfig, layout_of, open_store
+from outrider.worker.metrics import watch_kv_store
 from scripted_workers import Parts, Stream, until
 from store_servers import Server, free_port, running_server
 from test_store_trouble import write_certificates
+from unit.telemetry_harness import Kept
 from unit.worker_harness import (
     Bench,
     Owner,
@@ -186,6 +189,56 @@ def test_another_worker_goes_on_with_the_same_bits(
     salt = index_salt(load(folder).fingerprint, "", "")
     holders = redis.zrange(index_key(salt, TokenLog(PROMPT).prefix_hash(FULL * BLOCK)), 0, -1)
     assert {int(holder) for holder in holders} == {first.incarnation, second.incarnation}
+
+
+def told_by(rig: Rig) -> Kept:
+    """The metrics of a worker's store, from now on."""
+    kept = Kept()
+    assert kept.telemetry.metrics is not None
+    watch_kv_store(
+        kept.telemetry.metrics,
+        rig.bench.worker.counters,
+        lambda: rig.store.health.up,
+        tier="target",
+        model="m",
+    )
+    return kept
+
+
+def test_what_metrics_and_info_say_is_what_happened(
+    folder: Path, redis: Redis, server: Server, expected: list[int]
+) -> None:
+    name = "outrider.kv_store."
+    with rig(folder, server.url) as first:
+        kept = told_by(first)
+        first.says()
+        first.wrote(PROMPT_BLOCKS)
+        assert kept.value(name + "up") == 1
+        assert kept.value(name + "blocks", result="written") == PROMPT_BLOCKS
+        sizes = [redis.strlen(key) for key in redis.keys("outrider:kv:block:*")]
+        assert kept.value(name + "io", result="written") == sum(sizes) > 0
+        info = first.store.info()
+        assert (info.up, info.blocks_written, info.bytes_written) == (
+            True, PROMPT_BLOCKS, sum(sizes)
+        )  # fmt: skip
+    codec = codec_of(folder)
+    redis.setrange(key_of(codec, 9), 70, b"x")
+    with rig(folder, server.url) as second:
+        kept = told_by(second)
+        assert second.says() == (expected, 9 * BLOCK)
+        block_bytes = codec.layout.block_bytes
+        assert kept.value(name + "blocks", result="restored") == 9
+        assert kept.value(name + "io", result="restored") == 9 * block_bytes
+        assert kept.value(name + "tokens") == 9 * BLOCK
+        assert kept.value(name + "restores", result="done") == 1
+        assert kept.value(name + "refusals", reason="damaged") == 1
+        assert kept.value(name + "refusals") == 1 and kept.value(name + "errors") == 0
+        info = second.store.info()
+        assert (info.blocks_restored, info.tokens_restored) == (9, 9 * BLOCK)
+        assert (info.bytes_restored, info.blocks_refused, info.errors) == (9 * block_bytes, 1, 0)
+    for metric in METRICS:
+        if metric.name.startswith(name):
+            assert kept.points(metric.name), metric.name
 
 
 def test_a_session_that_is_decoding_is_written_block_by_block(

@@ -155,10 +155,11 @@ async def test_plaintext_and_wrong_certificates_are_refused_by_both_tiers(
         assert refused.value.code().name == code
 
 
-def methods_of(address: str, ca: bytes, bearer: str) -> list[tuple[str, bool, bool]]:
-    """Path, streaming of requests and of responses, of all that the server tells of."""
+def methods_of(address: str, ca: bytes, bearer: str, **own: bytes) -> list[tuple[str, bool, bool]]:
+    """Path, streaming of requests and of responses, of all that the server tells of; `own` is the
+    caller's certificate and key, where it has one."""
     credentials = grpc.composite_channel_credentials(
-        grpc.ssl_channel_credentials(ca), grpc.access_token_call_credentials(bearer)
+        grpc.ssl_channel_credentials(ca, **own), grpc.access_token_call_credentials(bearer)
     )
     with grpc.secure_channel(address, credentials) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +22,7 @@ from otlp_receiver import Receiver, Seen
 from outrider.cli.process import Child
 from outrider.cli.scrape import scrape_all
 from outrider.cli.top_view import summary
+from outrider.client import GenerationOptions
 from outrider.errors import InvalidArgument, NotFound
 from outrider.telemetry.catalog import (
     LABELS,
@@ -32,6 +34,7 @@ from outrider.telemetry.catalog import (
 )
 from outrider.types import new_session_id
 from scripted_workers import Ask, Parts, Rig, Say, ScriptedDraft, Stream, Truth, total, until
+from store_servers import running_server
 from test_stack_counters import LENGTH, PROMPTS, by_position, expected_rounds, planned
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -67,6 +70,32 @@ async def scrape(service: Child) -> dict[str, dict[Labels, float]]:
 def summed(found: Mapping[str, Mapping[Labels, float]], name: str, **labels: str) -> float:
     wanted = set(labels.items())
     return sum(value for key, value in found.get(name, {}).items() if wanted <= key)
+
+
+# --- off ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_off_no_process_imports_opentelemetry(
+    stack: Rig, parts: Parts, tiny_models: dict[str, Path]
+) -> None:
+    """A worker and an orchestrator, from start over a request: Python tells what it imports."""
+    told = {"environ": {"PYTHONPROFILEIMPORTTIME": "1"}}
+    async with (
+        parts.worker("target", tiny_models["target"], **told) as (target, address),
+        parts.orchestrator(stack.store_url, targets=[address], **told) as rig,
+    ):
+        assert rig.process is not None
+        done = await rig.client.complete("off", GenerationOptions(max_tokens=12, ignore_eos=True))
+        assert len(done.token_ids) == 12
+        logs = [child.log.read_text() for child in (target, rig.process)]
+    for log in logs:
+        imported = set(re.findall(r"^import time:.*\|\s+([\w.]+)$", log, re.MULTILINE))
+        assert {"grpc.aio", "outrider.telemetry.service"} <= imported
+        # The client of Redis imports the SDK's metrics by itself where they are installed.
+        unwanted = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "prometheus_client")
+        assert not {name for name in imported if name.startswith(unwanted)}
+        assert "outrider.telemetry.exporting" not in imported
 
 
 # --- exact counters ----------------------------------------------------------------------------
@@ -148,14 +177,24 @@ class Told:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def told(stack: Rig, parts: Parts, tiny_models: dict[str, Path]) -> AsyncIterator[Told]:
+async def told(
+    stack: Rig,
+    parts: Parts,
+    tiny_models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Told]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         async with Receiver() as receiver, contextlib.AsyncExitStack() as running:
             on = {"otlp_endpoint": receiver.endpoint, **ON}
+            blocks = running.enter_context(
+                running_server("valkey", tmp_path_factory.mktemp("blocks"))
+            )
             workers = [
-                running.enter_async_context(parts.worker(tier, tiny_models[tier], **on))
+                running.enter_async_context(
+                    parts.worker(tier, tiny_models[tier], kv_store_url=blocks.url, **on)
+                )
                 for tier in ("target", "draft")
             ]
             (target, target_address), (draft, draft_address) = await asyncio.gather(*workers)

@@ -37,6 +37,14 @@ outrider_pass_rows_limit{tier="target",model="m"} 512
 outrider_kv_blocks{tier="target",model="m",state="used"} 25
 outrider_kv_blocks{tier="target",model="m",state="free"} 75
 """
+STORE = """
+# TYPE outrider_kv_store_up gauge
+outrider_kv_store_up{{tier="target",model="m"}} {up}
+# TYPE outrider_kv_store_blocks_total counter
+outrider_kv_store_blocks_total{{tier="target",model="m",result="written"}} {written}
+# TYPE outrider_kv_store_restores_total counter
+outrider_kv_store_restores_total{{tier="target",model="m",result="declined"}} 7
+"""
 
 
 def orchestrator(rounds, accepted):
@@ -113,6 +121,26 @@ def test_tables(endpoint, capsys):
     shown = capsys.readouterr().out
     for part in ("1.40", "40%  0%", "target", "25%"):
         assert part in shown
+
+
+def test_the_block_store_is_shown_by_workers_that_have_one(endpoint, capsys):
+    before = scraped(WORKER + STORE.format(up=1, written=10), 0.0)
+    now = scraped(WORKER + STORE.format(up=0, written=50), 2.0)
+    store = top_view.summary([before], [now])["processes"][0]["kv_store"]
+    assert (store["up"], store["blocks_written_per_s"], store["restores_declined"]) == (
+        False,
+        20,
+        0,
+    )
+    assert top_view.summary([scraped(WORKER, 0.0)], [now])["processes"][0]["kv_store"] is not None
+    without = top_view.summary([scraped(WORKER, 0.0)], [scraped(WORKER, 1.0)])
+    assert without["processes"][0]["kv_store"] is None
+    assert main(["top", endpoint(WORKER), "--interval", "0.1", "--count", "1"]) == 0
+    assert "KV blocks in the store" not in capsys.readouterr().out
+    both = WORKER + STORE.format(up=0, written=3)
+    assert main(["top", endpoint(both), "--interval", "0.1", "--count", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "KV blocks in the store" in shown and "away" in shown
 
 
 def test_what_is_no_metrics_endpoint(endpoint):

@@ -3,7 +3,9 @@
 import pytest
 from redis import exceptions
 
+from outrider.errors import InvalidArgument
 from outrider.kv_store.connection import StoreAddress, is_full, is_refusal
+from outrider.worker.kv_opening import KvStoreConfig
 
 SECRET = "p%40ss-word"
 ADDRESS = StoreAddress(f"redis://kv:{SECRET}@store.example:6380/2")
@@ -45,3 +47,31 @@ def test_what_passes_by_itself_and_what_does_not():
     )
     assert not is_refusal(exceptions.ConnectionError()) and not is_refusal(TimeoutError())
     assert is_full(exceptions.OutOfMemoryError()) and not is_full(exceptions.ReadOnlyError())
+
+
+def test_a_password_may_stand_in_a_file_and_is_never_told(tmp_path):
+    path = tmp_path / "password"
+    path.write_text("hush-hush\n")
+    config = KvStoreConfig(kv_store_url="redis://kv@h:1", kv_store_password_file=str(path))
+    address = config.kv_store
+    assert address.connect().connection_pool.connection_kwargs["password"] == "hush-hush"
+    assert address.connect().connection_pool.connection_kwargs["username"] == "kv"
+    assert "hush" not in repr(address)
+    assert "hush" not in address.explain(exceptions.ConnectionError("sent hush-hush to h"))
+
+
+@pytest.mark.parametrize(
+    ("url", "content", "said"),
+    [
+        ("redis://kv:pw@h", "x", "holds a password already"),
+        ("redis://kv@h", "", "is empty"),
+        ("redis://kv@h", None, "cannot read"),
+    ],
+)
+def test_a_password_file_that_cannot_be_meant_is_refused_by_name(tmp_path, url, content, said):
+    path = tmp_path / "password"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InvalidArgument, match=said) as refused:
+        _ = KvStoreConfig(kv_store_url=url, kv_store_password_file=str(path)).kv_store
+    assert refused.value.field == "kv_store_password_file"

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -282,6 +284,31 @@ class Counter:
         stats = SpeculationStats(rounds=by, proposed_by_position=(by,) * by)
         before = self.progress
         self.progress = Progress(before.stats + stats, before.times, before.output_tokens + by)
+
+
+def test_off_a_round_calls_nothing_of_telemetry_and_makes_no_object():
+    """Neither spans nor metrics, nor what they would be made of: it is counted what runs."""
+    watch = Watch(OFF, model_names=lambda: ["m"])
+    called = set()
+
+    def note(frame, event, _):
+        if event == "call":
+            called.add((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
+
+    with watch.request(REQUEST, context()) as request:
+        request.begins(generation(), PLAN, "m")
+        records = [round_of(9 + i) for i in range(3)]
+        before = sys.getallocatedblocks()
+        for record in records:
+            request.rounds([record])
+        made = sys.getallocatedblocks() - before
+        sys.setprofile(note)
+        for record in records:
+            request.rounds([record])
+        sys.setprofile(None)
+    assert called <= {("observed", "rounds"), ("observed", "_told_rounds")}, called
+    assert made <= 3, "the lists of this test"
+    assert watch.sums is None and watch.requests is None and request.trace is None
 
 
 def test_sums_never_shrink_while_generations_come_and_go():

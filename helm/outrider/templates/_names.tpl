@@ -15,7 +15,7 @@
 
 {{/* Name of a tier's workload, and of most of what belongs to it. */}}
 {{- define "outrider.name" -}}
-{{- include "outrider.fullname" .root }}-{{ .tier -}}
+{{- include "outrider.fullname" .root }}-{{ lower .tier -}}
 {{- end -}}
 
 {{/* Name of the headless Service of a tier of workers. A LeaderWorkerSet makes a Service of its own
@@ -32,7 +32,7 @@ name for the pods of its groups, so this one has another. */}}
 {{- define "outrider.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .tier }}
+app.kubernetes.io/component: {{ lower .tier }}
 {{- end -}}
 
 {{/* Labels of pods: nothing that a new chart changes, which would roll them. */}}
@@ -69,7 +69,7 @@ annotations:
 {{- $name := printf "%s/%s" $registry $image.repository -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $name $image.digest -}}
-{{- else if eq .tier "redis" -}}
+{{- else if has .tier (list "redis" "kvStore") -}}
 {{- printf "%s:%s" $name $image.tag -}}
 {{- else -}}
 {{- printf "%s:%s" $name ($image.tag | default .root.Values.image.tag | default .root.Chart.AppVersion) -}}

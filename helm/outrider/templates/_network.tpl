@@ -29,11 +29,16 @@
 - from:
     {{- include "outrider.peer" . | nindent 4 }}
 {{- end }}
-{{- else if eq .tier "redis" }}
+{{- else if has .tier (list "redis" "kvStore") }}
 - ports:
     - port: 6379
   from:
-    {{- include "outrider.peer" (dict "root" .root "tier" "orchestrator") | nindent 4 }}
+    {{- range $tier := ternary (list "orchestrator") $values.kvStore.tiers (eq .tier "redis") }}
+    {{- include "outrider.peer" (dict "root" $.root "tier" $tier) | nindent 4 }}
+    {{- end }}
+    {{- with $policy.storeClients }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end }}
 {{- if and $values.metrics.enabled (has .tier (list "orchestrator" "draft" "target")) }}
 - ports:
@@ -48,7 +53,7 @@
 {{- $policy := $values.networkPolicy -}}
 {{- $ports := $values.ports -}}
 {{- $group := and (eq $values.target.kind "LeaderWorkerSet") (gt (int $values.target.group.size) 1) -}}
-{{- if ne .tier "redis" }}
+{{- if not (has .tier (list "redis" "kvStore")) }}
 - ports:
     - port: 53
       protocol: UDP
@@ -58,13 +63,7 @@
     {{- toYaml $policy.dns | nindent 4 }}
 {{- end }}
 {{- if has .tier (list "orchestrator" "draft" "target") }}
-{{- with $policy.collector }}
-- ports:
-    - port: 4317
-    - port: 4318
-  to:
-    {{- toYaml . | nindent 4 }}
-{{- end }}
+{{- include "outrider.urlRule" (dict "url" $values.telemetry.otlp.endpoint "peers" $policy.collector) }}
 {{- end }}
 {{- if eq .tier "orchestrator" }}
 - ports:
@@ -75,18 +74,9 @@
     - port: {{ $ports.draft }}
   to:
     {{- include "outrider.peer" (dict "root" .root "tier" "draft") | nindent 4 }}
-{{- if $values.redis.enabled }}
-- ports:
-    - port: 6379
-  to:
-    {{- include "outrider.peer" (dict "root" .root "tier" "redis") | nindent 4 }}
-{{- else }}
-- ports:
-    - port: {{ $values.redis.external.port }}
-  {{- with $values.redis.external.peers }}
-  to:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+{{- include "outrider.storeRule" (dict "root" .root "tier" "redis") }}
+{{- if $values.auth.jwt.issuer }}
+{{- include "outrider.urlRule" (dict "url" $values.auth.jwt.keysUrl "peers" $policy.issuer) }}
 {{- end }}
 {{- if eq $values.discovery "kubernetes" }}
 - ports:
@@ -111,6 +101,9 @@
   to:
     {{- include "outrider.peer" (dict "root" .root "tier" "orchestrator") | nindent 4 }}
 {{- end }}
+{{- if include "outrider.usesKvStore" . }}
+{{- include "outrider.storeRule" (dict "root" .root "tier" "kvStore") }}
+{{- end }}
 {{- if and $policy.modelHub (has .tier (list "draft" "target")) }}
 - ports:
     - port: 443
@@ -120,6 +113,38 @@
         except: [10.0.0.0/8, 100.64.0.0/10, 169.254.0.0/16, 172.16.0.0/12, 192.168.0.0/16]
     - ipBlock:
         cidr: 2000::/3
+{{- end }}
+{{- end -}}
+
+{{/* The way to a store: a dict of `root` and its `tier`. */}}
+{{- define "outrider.storeRule" -}}
+{{- $external := (get .root.Values .tier).external }}
+{{- if include "outrider.ownStore" . }}
+- ports:
+    - port: 6379
+  to:
+    {{- include "outrider.peer" . | nindent 4 }}
+{{- else }}
+- ports:
+    - port: {{ $external.port }}
+  {{- with $external.peers }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The way to a URL's port, of `peers` where there are some; nothing without a URL. */}}
+{{- define "outrider.urlRule" -}}
+{{- if .url }}
+{{- $parts := urlParse .url }}
+{{- $port := regexFind ":[0-9]+$" $parts.host | trimPrefix ":" }}
+- ports:
+    - port: {{ $port | default (ternary "443" "80" (eq $parts.scheme "https")) }}
+  {{- with .peers }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 

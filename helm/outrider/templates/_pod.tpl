@@ -102,6 +102,28 @@ livenessProbe:
 
 {{- define "outrider.env" -}}
 {{- $own := get .root.Values .tier -}}
+{{- with .root.Values.telemetry.otlp -}}
+{{- if .endpoint }}
+# What tells one pod's traces and metrics from another's.
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: k8s.namespace.name={{ $.root.Release.Namespace }},k8s.pod.name=$(POD_NAME),outrider.release={{ $.root.Release.Name }}
+{{- with .headersSecret }}
+- name: OTEL_EXPORTER_OTLP_HEADERS
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: headers
+{{- end }}
+{{- if .caSecret }}
+- name: OTEL_EXPORTER_OTLP_CERTIFICATE
+  value: /etc/outrider/otlp/ca.crt
+{{- end }}
+{{- end }}
+{{- end }}
 {{- with $own.model -}}
 {{- with .hubTokenSecret }}
 - name: HF_TOKEN_PATH
@@ -213,7 +235,7 @@ livenessProbe:
 folders: what is mounted by subPath is not renewed. */}}
 {{- define "outrider.secretVolumes" -}}
 {{- $values := .root.Values -}}
-{{- if ne $values.tls.mode "none" }}
+{{- if include "outrider.tls" .root }}
 tls:
   secretName: {{ include "outrider.tlsSecret" . }}
 {{- end }}
@@ -223,9 +245,13 @@ workers:
   items:
     - key: token
       path: token
+    {{- if and (ne .tier "orchestrator") (ne $values.auth.workers.acceptedKey "token") }}
+    - key: {{ $values.auth.workers.acceptedKey }}
+      path: {{ $values.auth.workers.acceptedKey }}
+    {{- end }}
 {{- end }}
 {{- if eq .tier "orchestrator" }}
-{{- if and (ne $values.tls.mode "none") $values.tls.publicSecret }}
+{{- if and (include "outrider.tls" .root) $values.tls.publicSecret }}
 public-tls:
   secretName: {{ $values.tls.publicSecret }}
 {{- end }}
@@ -236,22 +262,51 @@ callers:
     - key: tokens
       path: tokens
 {{- end }}
-{{- with include "outrider.storePasswordSecret" .root }}
-store:
-  secretName: {{ . }}
+{{- with $values.auth.jwt }}
+{{- if and .issuer .keysSecret }}
+jwt:
+  secretName: {{ .keysSecret }}
   items:
-    - key: {{ ternary "password" $values.redis.external.passwordKey $values.redis.enabled }}
-      path: password
+    - key: {{ .keysKey }}
+      path: {{ .keysKey }}
 {{- end }}
-{{- if and (not $values.redis.enabled) $values.redis.external.tlsSecret }}
-store-tls:
-  secretName: {{ $values.redis.external.tlsSecret }}
+{{- if and .issuer .caSecret }}
+jwt-ca:
+  secretName: {{ .caSecret }}
+  items:
+    - key: ca.crt
+      path: ca.crt
 {{- end }}
+{{- end }}
+{{- include "outrider.storeVolumes" (dict "root" .root "tier" "redis" "folder" "store") }}
+{{- else if include "outrider.usesKvStore" . }}
+{{- include "outrider.storeVolumes" (dict "root" .root "tier" "kvStore" "folder" "kv-store") }}
+{{- end }}
+{{- if and $values.telemetry.otlp.endpoint $values.telemetry.otlp.caSecret }}
+otlp:
+  secretName: {{ $values.telemetry.otlp.caSecret }}
+  items:
+    - key: ca.crt
+      path: ca.crt
 {{- end }}
 {{- end -}}
 
 {{- define "outrider.callersSecret" -}}
 {{- .Values.auth.callers.existingSecret | default (include "outrider.name" (dict "root" . "tier" "callers")) -}}
+{{- end -}}
+
+{{/* Name of the secret with the token that `helm test` calls with; empty where it needs none. */}}
+{{- define "outrider.testTokenSecret" -}}
+{{- if .Values.test.tokenSecret -}}
+{{- .Values.test.tokenSecret -}}
+{{- else if .Values.auth.callers.enabled -}}
+{{- include "outrider.callersSecret" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* "true" where there is a test: one that has what lets it in. */}}
+{{- define "outrider.hasTest" -}}
+{{- if or (include "outrider.testTokenSecret" .) (not .Values.auth.jwt.issuer) }}true{{ end -}}
 {{- end -}}
 
 {{- define "outrider.scheduling" -}}

@@ -3,12 +3,13 @@
 {{- define "outrider.settings" -}}
 {{- $values := .root.Values -}}
 {{- $own := get $values .tier -}}
-{{- $tls := ne $values.tls.mode "none" -}}
+{{- $tls := include "outrider.tls" .root -}}
 {{- $settings := dict
   "host" $values.listenHost
   "port" (get $values.ports .tier)
   "health_port" $values.ports.health
   "drain_s" $own.drainSeconds
+  "audit" $values.audit.level
 -}}
 {{- if $tls -}}
 {{- $_ := set $settings "tls_cert" "/etc/outrider/tls/tls.crt" -}}
@@ -19,6 +20,10 @@
 {{- end -}}
 {{- if $values.metrics.enabled -}}
 {{- $_ := set $settings "metrics_address" (printf "%s:%d" $values.listenHost (int $values.metrics.port)) -}}
+{{- end -}}
+{{- with $values.telemetry.otlp.endpoint -}}
+{{- $_ := set $settings "otlp_endpoint" . -}}
+{{- $_ := set $settings "otlp_protocol" $values.telemetry.otlp.protocol -}}
 {{- end -}}
 {{- if eq .tier "orchestrator" -}}
 {{- $settings = merge $settings (include "outrider.orchestratorSettings" .root | fromJson) -}}
@@ -32,13 +37,20 @@
 {{- end -}}
 
 {{- define "outrider.orchestratorSettings" -}}
-{{- $tls := ne .Values.tls.mode "none" -}}
+{{- $tls := include "outrider.tls" . -}}
 {{- $settings := dict
   "targets" (include "outrider.address" (dict "root" . "tier" "target"))
   "drafts" (include "outrider.address" (dict "root" . "tier" "draft"))
-  "store_url" (include "outrider.storeUrl" .)
   "start_timeout_s" .Values.orchestrator.startupSeconds
 -}}
+{{- range $name, $value := include "outrider.storeAccess" (dict "root" . "tier" "redis" "folder" "store") | fromJson -}}
+{{- $_ := set $settings (printf "store_%s" $name) $value -}}
+{{- end -}}
+{{- $settings = merge $settings (include "outrider.callerSettings" . | fromJson) -}}
+{{- if .Values.telemetry.otlp.endpoint -}}
+{{- $_ := set $settings "trace_sample_rate" .Values.telemetry.traces.sampleRate -}}
+{{- $_ := set $settings "trace_every" .Values.telemetry.traces.everyRounds -}}
+{{- end -}}
 {{- if $tls -}}
 {{- $_ := set $settings "worker_ca" "/etc/outrider/tls/ca.crt" -}}
 {{- $_ := set $settings "worker_cert" "/etc/outrider/tls/tls.crt" -}}
@@ -49,23 +61,53 @@
 {{- $_ := set $settings "tls_cert" "/etc/outrider/public-tls/tls.crt" -}}
 {{- $_ := set $settings "tls_key" "/etc/outrider/public-tls/tls.key" -}}
 {{- end -}}
-{{- if .Values.auth.callers.enabled -}}
-{{- $_ := set $settings "auth_token_file" "/etc/outrider/callers/tokens" -}}
-{{- end -}}
 {{- if .Values.auth.workers.enabled -}}
 {{- $_ := set $settings "worker_token_file" "/etc/outrider/workers/token" -}}
 {{- end -}}
-{{- if include "outrider.storePasswordSecret" . -}}
-{{- $_ := set $settings "store_password_file" "/etc/outrider/store/password" -}}
+{{- toJson $settings -}}
 {{- end -}}
-{{- if hasPrefix "rediss://" $settings.store_url -}}
-{{- $folder := ternary "tls" "store-tls" .Values.redis.enabled -}}
-{{- if or .Values.redis.enabled .Values.redis.external.tlsSecret -}}
-{{- $_ := set $settings "store_ca" (printf "/etc/outrider/%s/ca.crt" $folder) -}}
+
+{{/* What an orchestrator is told of its callers, as JSON. */}}
+{{- define "outrider.callerSettings" -}}
+{{- $settings := dict -}}
+{{- if .Values.auth.callers.enabled -}}
+{{- $_ := set $settings "auth_token_file" "/etc/outrider/callers/tokens" -}}
 {{- end -}}
-{{- if or .Values.redis.enabled .Values.redis.external.clientCertificate -}}
-{{- $_ := set $settings "store_cert" (printf "/etc/outrider/%s/tls.crt" $folder) -}}
-{{- $_ := set $settings "store_key" (printf "/etc/outrider/%s/tls.key" $folder) -}}
+{{- with .Values.auth.jwt -}}
+{{- if .issuer -}}
+{{- if not .audience -}}
+{{- fail "auth.jwt.issuer needs auth.jwt.audience: a JWT that is for someone else opens nothing here" -}}
+{{- end -}}
+{{- if eq (empty .keysUrl) (empty .keysSecret) -}}
+{{- fail "auth.jwt.issuer needs one of auth.jwt.keysUrl and auth.jwt.keysSecret" -}}
+{{- end -}}
+{{- $_ := set $settings "jwt_issuer" .issuer -}}
+{{- $_ := set $settings "jwt_audience" .audience -}}
+{{- $_ := set $settings "jwt_keys" (.keysUrl | default (printf "/etc/outrider/jwt/%s" .keysKey)) -}}
+{{- if .caSecret -}}
+{{- $_ := set $settings "jwt_keys_ca" "/etc/outrider/jwt-ca/ca.crt" -}}
+{{- end -}}
+{{- $_ := set $settings "jwt_tenant_claim" .tenantClaim -}}
+{{- $_ := set $settings "jwt_algorithms" .algorithms -}}
+{{- $_ := set $settings "jwt_leeway_s" .leewaySeconds -}}
+{{- $_ := set $settings "jwt_refresh_s" .refreshSeconds -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.quotas -}}
+{{- if .callsPerSecond -}}
+{{- $_ := set $settings "calls_per_s" .callsPerSecond -}}
+{{- $_ := set $settings "calls_burst" .callsBurst -}}
+{{- end -}}
+{{- $limits := list -}}
+{{- range $name, $caller := .callers -}}
+{{- $limit := $name -}}
+{{- range $key := keys $caller | sortAlpha -}}
+{{- $limit = printf "%s:%s=%s" $limit $key (include "outrider.text" (get $caller $key)) -}}
+{{- end -}}
+{{- $limits = append $limits $limit -}}
+{{- end -}}
+{{- if $limits -}}
+{{- $_ := set $settings "caller_limits" $limits -}}
 {{- end -}}
 {{- end -}}
 {{- toJson $settings -}}
@@ -100,7 +142,13 @@
 {{- end -}}
 {{- end -}}
 {{- if $values.auth.workers.enabled -}}
-{{- $_ := set $settings "auth_token_file" "/etc/outrider/workers/token" -}}
+{{- $_ := set $settings "auth_token_file" (printf "/etc/outrider/workers/%s" $values.auth.workers.acceptedKey) -}}
+{{- end -}}
+{{- if and (include "outrider.tls" .root) $values.tls.checkClientNames -}}
+{{- $_ := set $settings "tls_client_names" (include "outrider.clientNames" . | fromJsonArray) -}}
+{{- end -}}
+{{- if include "outrider.usesKvStore" . -}}
+{{- $settings = merge $settings (include "outrider.kvStoreSettings" .root | fromJson) -}}
 {{- end -}}
 {{- if eq .tier "target" -}}
 {{- if gt (int $own.group.tensorParallel) 1 -}}
@@ -110,7 +158,7 @@
 {{- $_ := set $settings "group_token_file" "/etc/outrider/workers/token" -}}
 {{- end -}}
 {{- end -}}
-{{- if ne $values.tls.mode "none" -}}
+{{- if include "outrider.tls" .root -}}
 {{- $_ := set $settings "draft_ca" "/etc/outrider/tls/ca.crt" -}}
 {{- $_ := set $settings "draft_cert" "/etc/outrider/tls/tls.crt" -}}
 {{- $_ := set $settings "draft_key" "/etc/outrider/tls/tls.key" -}}
@@ -119,6 +167,24 @@
 {{- if $values.auth.workers.enabled -}}
 {{- $_ := set $settings "draft_token_file" "/etc/outrider/workers/token" -}}
 {{- end -}}
+{{- end -}}
+{{- toJson $settings -}}
+{{- end -}}
+
+{{/* What a worker is told of the store of KV blocks, as JSON. */}}
+{{- define "outrider.kvStoreSettings" -}}
+{{- $own := .Values.kvStore -}}
+{{- if and (has "target" $own.tiers) (gt (int .Values.target.group.tensorParallel) 1) -}}
+{{- fail "kvStore.tiers: KV of a target that is sharded over ranks cannot be kept in a store" -}}
+{{- end -}}
+{{- $settings := dict
+  "kv_store_timeout_s" $own.timeoutSeconds
+  "kv_store_ttl_s" $own.ttlSeconds
+  "kv_store_write_mib_s" $own.writeMibPerSecond
+  "kv_restore" $own.restore
+-}}
+{{- range $name, $value := include "outrider.storeAccess" (dict "root" . "tier" "kvStore" "folder" "kv-store") | fromJson -}}
+{{- $_ := set $settings (printf "kv_store_%s" $name) $value -}}
 {{- end -}}
 {{- toJson $settings -}}
 {{- end -}}
@@ -132,24 +198,5 @@
 {{- else -}}
 {{- $text | float64 | ceil | int -}}
 {{- end -}}
-{{- end -}}
-{{- end -}}
-
-{{- define "outrider.storeUrl" -}}
-{{- if .Values.redis.enabled -}}
-{{- $host := include "outrider.host" (dict "root" . "service" (include "outrider.name" (dict "root" . "tier" "redis"))) -}}
-{{- $scheme := ternary "redis" "rediss" (eq .Values.tls.mode "none") -}}
-{{- printf "%s://outrider@%s:6379/0" $scheme $host -}}
-{{- else -}}
-{{- required "redis.external.url is needed where redis.enabled is false" .Values.redis.external.url -}}
-{{- end -}}
-{{- end -}}
-
-{{/* Name of the secret with the store's password; empty where there is none. */}}
-{{- define "outrider.storePasswordSecret" -}}
-{{- if .Values.redis.enabled -}}
-{{- .Values.redis.existingSecret | default (include "outrider.name" (dict "root" . "tier" "redis")) -}}
-{{- else -}}
-{{- .Values.redis.external.passwordSecret -}}
 {{- end -}}
 {{- end -}}

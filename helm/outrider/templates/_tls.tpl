@@ -1,11 +1,28 @@
 {{/* Certificates: who has one, and for which names. */}}
 
+{{/* Where certificates come from. `auto` stays with what it was as the release was installed: a
+cluster that gets cert-manager later does not change CAs under it. */}}
+{{- define "outrider.tlsMode" -}}
+{{- $mode := .Values.tls.mode -}}
+{{- if eq $mode "auto" -}}
+{{- $ca := lookup "v1" "Secret" .Release.Namespace (printf "%s-ca" (include "outrider.fullname" .)) | default dict -}}
+{{- $release := get (($ca.metadata | default dict).annotations | default dict) "meta.helm.sh/release-name" -}}
+{{- $mode = ternary "certManager" "selfSigned" (and (.Capabilities.APIVersions.Has "cert-manager.io/v1") (ne $release .Release.Name)) -}}
+{{- end -}}
+{{- $mode -}}
+{{- end -}}
+
+{{/* "true" where there is TLS. */}}
+{{- define "outrider.tls" -}}
+{{- if ne .Values.tls.mode "none" }}true{{ end -}}
+{{- end -}}
+
 {{/* Name of the secret with a tier's certificate: a dict of `root` and `tier`. */}}
 {{- define "outrider.tlsSecret" -}}
 {{- $supplied := get .root.Values.tls.secrets .tier -}}
 {{- if $supplied -}}
 {{- $supplied -}}
-{{- else if eq .root.Values.tls.mode "secrets" -}}
+{{- else if eq (include "outrider.tlsMode" .root) "secrets" -}}
 {{- fail (printf "tls.secrets.%s is needed in tls.mode secrets" .tier) -}}
 {{- else -}}
 {{- include "outrider.name" . }}-tls
@@ -15,9 +32,10 @@
 {{/* The tiers whose certificates the chart sees to, as JSON. */}}
 {{- define "outrider.certified" -}}
 {{- $tiers := list -}}
-{{- if has .Values.tls.mode (list "certManager" "selfSigned") -}}
-{{- range $tier := list "orchestrator" "draft" "target" "redis" -}}
-{{- if and (not (get $.Values.tls.secrets $tier)) (or (ne $tier "redis") $.Values.redis.enabled) -}}
+{{- if has (include "outrider.tlsMode" .) (list "certManager" "selfSigned") -}}
+{{- range $tier := list "orchestrator" "draft" "target" "redis" "kvStore" -}}
+{{- $isStore := has $tier (list "redis" "kvStore") -}}
+{{- if and (not (get $.Values.tls.secrets $tier)) (or (not $isStore) (include "outrider.ownStore" (dict "root" $ "tier" $tier))) -}}
 {{- $tiers = append $tiers $tier -}}
 {{- end -}}
 {{- end -}}
@@ -63,4 +81,14 @@ uses, those of the pods behind a headless one, and that of all workers. */}}
 {{- end -}}
 {{- end -}}
 {{- toJson $addresses -}}
+{{- end -}}
+
+{{/* The names of those that a tier of workers takes calls from, as its clients' certificates have
+them: a list, as JSON. */}}
+{{- define "outrider.clientNames" -}}
+{{- $names := list (include "outrider.host" (dict "root" .root "service" (include "outrider.name" (dict "root" .root "tier" "orchestrator")))) -}}
+{{- if eq .tier "draft" -}}
+{{- $names = append $names (include "outrider.host" (dict "root" .root "service" (include "outrider.workers" (dict "root" .root "tier" "target")))) -}}
+{{- end -}}
+{{- toJson $names -}}
 {{- end -}}
