@@ -256,6 +256,10 @@ class DraftPool:
             self._sessions.popitem(last=False)
         return session
 
+    def forget(self, key: Key) -> None:
+        """A session is gone; on the worker's thread."""
+        self._sessions.pop(key, None)
+
     def routing(self, header: worker_pb2.EntryHeader) -> Routing:
         """What entries for a draft say, of the session that an orchestrator's entry names."""
         trace = TraceContext.parse(header.traceparent) if self._traced else None
