@@ -22,7 +22,11 @@ IMAGE_TAG   ?= $(VERSION)
 # Where `make audit` asks for vulnerabilities: pypi or osv.
 AUDIT_SERVICE ?= pypi
 
-.PHONY: setup demo test test-slow exactness check check-chart audit chart golden proto bench \
+# Schedules of `make chaos`, and the seed of the first one.
+SCHEDULES ?= 500
+FIRST     ?= 0
+
+.PHONY: setup demo test test-slow chaos exactness check check-chart audit chart golden proto bench \
   lock images image-orchestrator image-draft image-target images-test clean
 
 setup: $(VENV)/.installed  ## make .venv with everything in it
@@ -45,6 +49,9 @@ test: setup  ## all tests but the long ones
 
 test-slow: setup .tools/.installed  ## groups of ranks, workers that come and go, stores that go away: minutes
 	$(BIN)/pytest --numprocesses 2 --dist loadfile -m slow
+
+chaos: setup  ## 500 schedules of faults against a whole stack, an hour; FIRST=seed, SCHEDULES=n
+	$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --start $(FIRST)
 
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
 	$(BIN)/pytest -m exactness tests/e2e

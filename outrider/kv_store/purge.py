@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from redis import Redis
 
-from outrider.kv_store.blocks import caller_digest
+from outrider.kv_store.callers import caller_digest
 from outrider.kv_store.index import index_salt
 
 _AT_ONCE = 512

@@ -137,7 +137,7 @@ class Server:
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
                 *keepalive_options(KEEPALIVE_S),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
+                ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_MS),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),

@@ -109,6 +109,9 @@ class Tier(Protocol):
     def tune(self, work: Work, entry: worker_pb2.TuneEntry) -> None:
         """Change how a work goes on. Raises Refusal or OutriderError as `begin` does."""
 
+    def forget(self, key: Key) -> None:
+        """A session is gone; all of its works are over."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
@@ -587,6 +590,7 @@ class Worker:
     def _forget(self, key: Key) -> None:
         session = self._sessions.close(key)
         self._window.returned(key, time.monotonic())
+        self._tier.forget(key)
         if session:
             self._engine.scheduler.release(session.sequence)
 

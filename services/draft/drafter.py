@@ -24,7 +24,7 @@ from outrider.wire import (
     require,
     timing_to_proto,
 )
-from outrider.worker.sessions import Refusal
+from outrider.worker.sessions import Key, Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
 
 PROPOSER_NAME = "draft"
@@ -117,6 +117,9 @@ class Drafter:
 
     def tune(self, work: Work, entry: worker_pb2.TuneEntry) -> None:
         raise Refusal(worker_pb2.REFUSAL_REASON_UNSUPPORTED, "a draft only proposes", field="op")
+
+    def forget(self, key: Key) -> None:
+        pass
 
     def _room(self, base_len: int) -> int:
         """Guesses after a base: guess i is drawn from the row at base_len - 1 + i, which must be

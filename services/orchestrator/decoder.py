@@ -252,6 +252,7 @@ class Decoder:
             rounds[0] = rounds[0]._replace(report=proposed.report)
         token_ids = [token for round_ in rounds for token in round_.verdict.token_ids]
         records = self._records(rounds, took)
+        self._last = rounds[-1].verdict
         self._tune()
         failed = 0
         for round_ in rounds:

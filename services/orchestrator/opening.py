@@ -15,6 +15,7 @@ from outrider.errors import (
     AlreadyRunning,
     DeadlineExceeded,
     FailedPrecondition,
+    NotFound,
     OutriderError,
 )
 from outrider.remote.session import Routing
@@ -142,7 +143,11 @@ class Opener:
         try:
             fence = await self._create(plan, model, call.tenant)
         except AlreadyRunning:
-            return await self._again(request, session_id, call)
+            try:
+                return await self._again(request, session_id, call)
+            except NotFound:
+                # Its former owner has noticed just now that its client is gone, and removed it.
+                fence = await self._create(plan, model, call.tenant)
         return await self._generation(plan, model, fence, log, call)
 
     async def resume(

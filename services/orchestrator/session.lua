@@ -264,15 +264,15 @@ function operation.commit(_, _, lease_ms, from, from_hash, bytes, new_hash, note
   return { 'ok', len }
 end
 
-function operation.renew(_, _, lease_ms, idle_ttl_ms)
+function operation.renew(_, _, lease_ms)
   local session, refusal = owned()
   if not session then
     return refusal
   end
   if session.running then
     hold(lease_ms, session.ttl)
-  else
-    expire_in(idle_ttl_ms)
+  else -- about to begin, or ended: that must not lengthen a life that finish cut
+    expire_in(math.max(redis.call('PTTL', meta), lease_ms))
   end
   return { 'ok' }
 end

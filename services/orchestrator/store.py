@@ -289,8 +289,9 @@ class SessionStore:
         return int(reply[1])
 
     async def renew(self, fence: Fence) -> None:
-        """Renew the session's life, and the lease where a generation runs: Fenced, NotFound."""
-        await self._write(fence, "renew", self._lease_ms, self._kept_ms)
+        """Renew lease and life of a session in which a generation runs; one that is about to begin
+        or has ended lives as long as it would, and no less than a lease: Fenced, NotFound."""
+        await self._write(fence, "renew", self._lease_ms)
 
     async def detach(self, fence: Fence, *, keep: bool) -> None:
         """Let go of the running generation as it is, for whoever resumes it: Fenced, NotFound.

@@ -168,11 +168,18 @@ class ScriptClient:
 
     async def _within_deadline(self, work: Any, timeout_s: float | None = None) -> Any:
         # One deadline over waiting for a connection, connecting, and all round trips.
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
                 return await work
         except (redis_errors.RedisError, OSError) as error:  # OSError: TimeoutError too
             raise self._translate(error) from None
+        finally:
+            # The client sends within `asyncio.wait_for`, which before Python 3.12 forgets a
+            # cancellation that comes in the same turn as its end: a task would go on for ever.
+            if task and task.cancelling() > cancelled:
+                raise asyncio.CancelledError
 
     def _translate(self, error: Exception) -> OutriderError:
         detail = str(error) or type(error).__name__

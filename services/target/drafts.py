@@ -78,6 +78,10 @@ class DraftPool:
             self._sessions.popitem(last=False)
         return session
 
+    def forget(self, key: Key) -> None:
+        """A session is gone; on the worker's thread."""
+        self._sessions.pop(key, None)
+
     def _new_session(
         self, header: worker_pb2.EntryHeader, spec: GenerationSpec, address: str
     ) -> DraftSession:

@@ -29,7 +29,7 @@ from outrider.wire import (
     require,
     verified_to_proto,
 )
-from outrider.worker.sessions import Refusal
+from outrider.worker.sessions import Key, Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
 from services.target.drafts import DraftPool
 
@@ -211,6 +211,10 @@ class Verifier:
         if work.context.speculation is None:
             raise InvalidArgument("the work has no plan to be tuned", field="op")
         work.context.speculation.tune(entry.num_speculative_tokens, entry.fan_out)
+
+    def forget(self, key: Key) -> None:
+        if self._drafts is not None:
+            self._drafts.forget(key)
 
     def _resume(self, work: Work, chosen: Chosen) -> None:
         if self._host is not None:

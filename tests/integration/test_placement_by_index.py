@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from redis import Redis
 
-from outrider.kv_store.blocks import caller_digest
+from outrider.kv_store.callers import caller_digest
 from outrider.kv_store.connection import READER_RIGHTS
 from outrider.kv_store.connection import RIGHTS as WORKER_RIGHTS
 from scripted_workers import Parts, Rig, Stream, until

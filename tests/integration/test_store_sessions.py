@@ -320,6 +320,21 @@ async def test_finish_sets_the_life_left(server: Server, redis: Redis) -> None:
         assert await redis.keys(f"*{fence.session_id}*") == []
 
 
+async def test_a_late_renewal_does_not_bring_an_ended_session_back_to_a_long_life(
+    server: Server,
+) -> None:
+    async with open_store(server.url, session_ttl_s=500, linger_s=10, lease_s=1) as store:
+        fence = await create(store)
+        await begin(store, fence, [1])
+        await store.renew(fence)
+        await store.finish(fence, finish_reason=FinishReason.EOS, keep=False)
+        await store.renew(fence)
+        assert (await store.get(fence.session_id, tenant="alice")).ttl_s <= 10
+        await store.finish(fence, finish_reason=FinishReason.EOS, keep=True)
+        await store.renew(fence)
+        assert (await store.get(fence.session_id, tenant="alice")).ttl_s > 490
+
+
 async def test_every_key_has_an_end(store: SessionStore, redis: Redis) -> None:
     fence = await create(store)
     await begin(store, fence, [1])

@@ -416,6 +416,22 @@ async def test_cancelled_command_does_not_mix_up_replies(link: Link) -> None:
 # The commit queue
 
 
+async def test_a_cancelled_command_ends_its_task_whenever_that_comes(server: Server) -> None:
+    """Nothing on the way to the server forgets that its task was cancelled: whoever waits for the
+    task to end would wait for ever."""
+    async with open_store(server.url) as store:
+        fence = await create(store)
+        for turns in range(60):
+            others = [asyncio.create_task(store.renew(fence)) for _ in range(3)]
+            cancelled = asyncio.create_task(store.renew(fence))
+            for _ in range(turns % 20):
+                await asyncio.sleep(0)
+            if cancelled.cancel():
+                await asyncio.wait([cancelled])
+                assert cancelled.cancelled(), f"it went on after {turns % 20} turns"
+            await asyncio.gather(*others)
+
+
 async def test_appends_coalesce_while_a_commit_is_in_flight(link: Link) -> None:
     async with open_store(link.url) as store, queue_of(store) as (fence, queue):
         link.hold.clear()

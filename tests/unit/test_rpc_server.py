@@ -465,6 +465,21 @@ async def test_a_channel_has_the_limit_that_it_is_given():
             assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_a_stream_that_is_silent_for_long_is_not_hung_up_on_for_its_pings():
+    """A client asks a silent connection for a sign of life, four times here."""
+
+    class Silent(Echo):
+        async def unary_stream(self, request, context):
+            await asyncio.sleep(5.5)
+            yield request
+
+    async with (
+        running(Silent()) as server,
+        open_channel(server.address, keepalive_s=1) as channel,
+    ):
+        assert await call(channel, "unary_stream") == b"hello"
+
+
 async def test_calls_beyond_the_limit_are_refused():
     hold, both = asyncio.Event(), asyncio.Barrier(3)
 

@@ -4,6 +4,7 @@ outcomes prepared ahead. Both workers are real, only the wire between them is no
 import contextlib
 import threading
 import time
+import weakref
 
 import pytest
 from worker_harness import (
@@ -24,10 +25,14 @@ from worker_harness import (
 
 from outrider.errors import DeadlineExceeded
 from outrider.remote.asking import Answer
+from outrider.rpc.channel import ChannelSecurity
 from outrider.speculation.forecast import Shared
 from outrider.types import DraftPlan, GenerationSpec, Proposal, SamplingParams
+from outrider.v1 import worker_pb2
 from outrider.wire import plan_to_proto, report_from_proto
+from outrider.worker.sessions import key_of
 from outrider.worker.worker import Worker, WorkerLimits
+from services.target.drafts import DraftPool
 from services.target.verifier import Verifier
 
 GREEDY = GenerationSpec(SamplingParams())
@@ -46,6 +51,7 @@ class Drafts:
         self.owner = Owner(draft)
         self.asks = []
         self.cancelled = 0
+        self.forgotten = []
         self.usable = True
         self.hold = None
         self.shared = Shared()
@@ -68,6 +74,9 @@ class Drafts:
 
     def seen(self, address):
         return self.shared
+
+    def forget(self, key):
+        self.forgotten.append(key)
 
     def cancel(self):
         self.cancelled += 1
@@ -616,3 +625,24 @@ def test_a_context_that_is_full_is_not_prepared_for(tiny_models):
         entry.propose.ahead.pending.token_ids.extend([1, 2, 3])
         entry.propose.ahead.fan_out.extend([1] * 4)
         assert refusal(bench.ask(entry))[0] == "context_exceeded"
+
+
+def test_a_session_that_is_closed_is_forgotten_with_what_drafts_were_asked_for_it(make_rig):
+    rig = make_rig(GREEDY)
+    rig.run()
+    assert rig.drafts.asks and not rig.drafts.forgotten
+    rig.owner.close()
+    assert rig.drafts.forgotten == [(rig.owner.session_id, 0)]
+
+
+async def test_a_pool_keeps_no_session_that_was_forgotten():
+    pool = DraftPool(ChannelSecurity())
+    header = worker_pb2.EntryHeader(session_id="a" * 22, epoch=1, owner_nonce=7, number=3)
+    session = pool.session(header, GREEDY, "127.0.0.1:1")
+    assert pool.session(header, GREEDY, "127.0.0.1:1") is session
+    gone = weakref.ref(session)
+    del session
+    pool.forget(key_of(header))
+    pool.forget(key_of(header))
+    assert gone() is None
+    await pool.close()

@@ -1,0 +1,136 @@
+"""What the parts hold when nothing runs; after a schedule it must be no more than before.
+
+Sequences that stay in a worker's cache of prefixes hold no KV block that counts as used.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from .stack import DRAFTS, ORCHESTRATORS, TARGETS, Stack
+
+WAIT_S = 30.0
+"""Workers close by themselves what nobody closed within `session_idle_s`, a net that is counted."""
+
+SLACK: Mapping[str, int] = {
+    "tasks": 32,
+    "files": 32,
+    "memory": 96 << 20,
+    "Generation": 2,
+    "RemoteSession": 6,
+    "CommitQueue": 2,
+}
+"""What a process may have more of than when it was new: connections to peers that have come since,
+buffers of the allocator, and what the last error of something long-lived, a connection to the store
+say, keeps by its traceback. Of sessions and blocks it may have none more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """By part, by what: processes, workers (sessions and KV blocks in use), the store (keys)."""
+
+    by_part: Mapping[str, Mapping[str, int]]
+
+    def excess(self, before: "Held") -> str:
+        """What is more than before; "" where nothing is."""
+        found = []
+        for part, values in self.by_part.items():
+            known = before.by_part.get(part, {})
+            for what, amount in values.items():
+                if what in known and amount > known[what] + SLACK.get(what, 0):
+                    found.append(f"{part} holds {amount} {what}, {known[what]} before")
+        return "; ".join(found)
+
+
+class Baseline:
+    """What was held at first, for each process of its own: one that came later begins anew."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._first: dict[tuple[str, int], Mapping[str, int]] = {}
+
+    async def excess(self) -> str:
+        """Wait until nothing is held any more that a schedule has brought; what stays, if any."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            found = await self._excess()
+            if not found or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(0.1)
+
+    async def _excess(self) -> str:
+        now = await held(self._stack)
+        found = []
+        for part, values in now.by_part.items():
+            process = self._stack.processes.get(part)
+            first = self._first.setdefault((part, process.pid if process else 0), _clean(values))
+            excess = Held({part: values}).excess(Held({part: first}))
+            if excess:
+                found.append(excess)
+        return "; ".join(found)
+
+
+_NOTHING = (
+    "sessions",
+    "blocks",
+    "lasting keys",
+    "Generation",
+    "RemoteSession",
+    "CommitQueue",
+    "Sequence",
+    "DraftSession",
+)
+
+
+def _clean(values: Mapping[str, int]) -> Mapping[str, int]:
+    """What an idle process holds, by what this one does: of sessions nothing."""
+    return {what: 0 if what in _NOTHING else amount for what, amount in values.items()}
+
+
+async def held(stack: Stack) -> Held:
+    workers = (*TARGETS, *DRAFTS)
+    infos = await asyncio.gather(*(stack.info(name) for name in workers))
+    await asyncio.gather(*(stack.poke(name) for name in ORCHESTRATORS))
+    reports = await asyncio.gather(*(report(stack, n) for n in (*workers, *ORCHESTRATORS)))
+    by_part = dict(zip((*workers, *ORCHESTRATORS), reports, strict=True))
+    for name, info in zip(workers, infos, strict=True):
+        used = info.kv_blocks_total - info.kv_blocks_free
+        by_part[name] = {**by_part[name], "sessions": info.sessions, "blocks": used}
+    by_part["store"] = {"lasting keys": await lasting_keys(stack)}
+    return Held(by_part)
+
+
+async def lasting_keys(stack: Stack) -> int:
+    """Keys of sessions that nothing will remove."""
+    async with Redis.from_url(stack.store_url) as redis:
+        keys = [key async for key in redis.scan_iter("outrider:{*", count=1000)]
+        async with redis.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.pttl(key)
+            return sum(life_ms == -1 for life_ms in await pipeline.execute())
+
+
+async def session_keys(stack: Stack) -> list[str]:
+    """Keys of sessions, each with the seconds that it has left."""
+    async with Redis.from_url(stack.store_url) as redis:
+        keys = [key async for key in redis.scan_iter("outrider:{*", count=1000)]
+        return [f"{key.decode()} ({await redis.ttl(key)} s)" for key in keys]
+
+
+async def report(stack: Stack, name: str, timeout_s: float = 10.0) -> Mapping[str, int]:
+    """What a process says that it holds."""
+    path = stack.folder / f"{name}.report"
+    path.unlink(missing_ok=True)
+    stack.order(name, {"report": str(path)})
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            values: dict[str, int] = json.loads(path.read_text())
+            return values
+        except (OSError, ValueError):
+            await asyncio.sleep(0.01)
+    raise TimeoutError(f"{name} does not report")
