@@ -147,14 +147,18 @@ def test_reads_beside_writes_never_give_a_mixture():
         assert set(read(copies, 10 + n % 20)) == {n % 251}
 
 
-def test_kv_of_a_prompt_goes_to_another_pool_and_the_next_token_is_the_same():
-    """What a worker does that brings KV back: the passes after it cannot tell."""
+def new_runner() -> CudaRunner:
+    """With a model of its own: a model knows one pool."""
     loaded = load_model("synthetic:tiny,eps=0.5", tier="draft", dtype="bfloat16", device="cuda")
     optimise(loaded.model)
-    runners = [CudaRunner(loaded, num_blocks=16, max_rows=256, max_context=256) for _ in range(2)]
-    for runner in runners:
-        runner.warm_up()
-    first, second = runners
+    runner = CudaRunner(loaded, num_blocks=16, max_rows=256, max_context=256)
+    runner.warm_up()
+    return runner
+
+
+def test_kv_of_a_prompt_goes_to_another_pool_and_the_next_token_is_the_same():
+    """What a worker does that brings KV back: the passes after it cannot tell."""
+    first, second = new_runner(), new_runner()
     size = 32
     tokens = [3 + 7 * n % 500 for n in range(4 * size)]
     first.run([Rows(tokens, 0, [1, 2, 3, 4, 5], 0)])

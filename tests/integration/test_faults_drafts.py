@@ -6,7 +6,6 @@ is taken where it must not be would change the output or a counter.
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,11 +19,8 @@ from outrider.v1 import common_pb2, worker_pb2
 from scripted_workers import (
     Ask,
     Guessing,
-    Parts,
-    Rig,
     Say,
     Script,
-    ScriptedDraft,
     Truth,
     total,
     until,
@@ -503,35 +499,3 @@ async def test_one_faulty_session_leaves_the_others_alone(guessing: Guessing) ->
         assert completion.stats.fallback_rounds == completion.stats.dropped_proposals == 0
         assert completion.stats.accepted == completion.stats.proposed > 0
         assert completion.total_s < done[1].total_s
-
-
-@pytest.mark.timeout(150)  # It starts a target of its own.
-async def test_answers_that_outlast_a_preemption_change_nothing(
-    stack: Rig, looping: Rig, parts: Parts
-) -> None:
-    """Eight sessions share KV for three; answers, some of them wrong, come half a second late,
-    when many a session has lost its KV meanwhile, or has got it back."""
-    prompts = [[(n * 31 + 7 * i) % 250 for i in range(200 + 9 * n)] for n in range(8)]
-    chance = random.Random(11)
-    truth = Truth()
-
-    async def script(ask: Ask, say: Say) -> None:
-        await asyncio.sleep(chance.choice((0.0, 0.02, 0.1, 0.5)))
-        say(wrong(ask, truth) if chance.random() < 0.3 else right(ask, truth))
-
-    options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-    before = await looping.held()
-    async with ScriptedDraft(await looping.info(looping.targets[0]), script) as draft:
-        async with parts.orchestrator(
-            stack.store_url,
-            targets=looping.targets,
-            drafts=[draft.address],
-            kv_overcommit=100,
-            draft_timeout_s=0.3,
-        ) as rig:
-            plain = await truth.learn(rig, prompts, **options)
-            guessed = await rig.complete_all(prompts, num_speculative_tokens=4, **options)
-    assert [d.token_ids for d in guessed] == [d.token_ids for d in plain]
-    stats = total(guessed)
-    assert stats.accepted > 20 and stats.recovered > 0 and stats.fallback_rounds > 0, stats
-    await looping.returns_to(before)
