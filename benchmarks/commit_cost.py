@@ -86,13 +86,17 @@ def serve_orchestrator(mode: str) -> None:
     """In place of `python -m services.orchestrator`: the same with a clock on its commits."""
     from services.orchestrator.service import main
     from services.orchestrator.store import SessionStore
+    from services.orchestrator.store_batches import Batches
     from services.orchestrator.store_commit import CommitQueue
 
     spent = Spent()
-    run, commit = CommitQueue._run, SessionStore.commit
+    run, commit, carry_out = CommitQueue._run, SessionStore.commit, Batches._carry_out
 
     async def timed_run(queue: CommitQueue) -> None:
         await Timed(run(queue), spent)
+
+    async def timed_batch(batches: Batches, batch: Any) -> None:
+        await Timed(carry_out(batches, batch), spent)
 
     async def counted(store: SessionStore, fence: Any, **what: Any) -> int:
         spent.commits += 1
@@ -102,6 +106,7 @@ def serve_orchestrator(mode: str) -> None:
         return await commit(store, fence, **what)
 
     CommitQueue._run = timed_run  # type: ignore[method-assign]
+    Batches._carry_out = timed_batch  # type: ignore[method-assign]
     SessionStore.commit = counted  # type: ignore[method-assign, assignment]
     path = Path(os.environ[_OUT])
     threading.Thread(target=spent.tell, args=(path,), daemon=True).start()

@@ -104,6 +104,9 @@ async def held(stack: Stack) -> Held:
     return Held(by_part)
 
 
+_ORDER_AGAIN_S = 1.0
+
+
 async def lasting_keys(stack: Stack) -> int:
     """Keys of sessions that nothing will remove."""
     async with Redis.from_url(stack.store_url) as redis:
@@ -125,9 +128,12 @@ async def report(stack: Stack, name: str, timeout_s: float = 10.0) -> Mapping[st
     """What a process says that it holds."""
     path = stack.folder / f"{name}.report"
     path.unlink(missing_ok=True)
-    stack.order(name, {"report": str(path)})
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    again = 0.0
+    while (now := time.monotonic()) < deadline:
+        if now >= again:  # One that is just starting does not hear of it.
+            stack.order(name, {"report": str(path)})
+            again = now + _ORDER_AGAIN_S
         try:
             values: dict[str, int] = json.loads(path.read_text())
             return values

@@ -49,6 +49,7 @@ def _forked_with() -> dict[str, Any] | None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Until a service listens to its points.
     orders = b""
     _say({"ready": os.getpid()})
     while True:
