@@ -91,6 +91,7 @@ class Stack:
         self._serving: set[int] = set()
         """Pids of processes that have got to serve."""
         self._watchers: set[asyncio.Task[None]] = set()
+        self._launching: dict[str, asyncio.Lock] = {}
 
     async def __aenter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,11 +127,16 @@ class Stack:
 
     async def start(self, *names: str) -> None:
         """Start parts that do not run, and wait until they serve."""
-        await asyncio.gather(*(self.launch(name) for name in names if not self.lives(name)))
+        await asyncio.gather(*(self._ensure(name) for name in names))
         await asyncio.gather(*(self.wait_serving(name) for name in names))
 
-    async def launch(self, name: str) -> None:
-        """Start a part, and do not wait."""
+    async def _ensure(self, name: str) -> None:
+        """Start a part unless it runs; several faults may ask for it at the same moment."""
+        async with self._launching.setdefault(name, asyncio.Lock()):
+            if not self.lives(name):
+                await self._launch(name)
+
+    async def _launch(self, name: str) -> None:
         self._ready_file(name).unlink(missing_ok=True)
         role = role_of(name)
         prefix = f"OUTRIDER_{role.upper()}_"
@@ -161,7 +167,7 @@ class Stack:
                 await asyncio.sleep(0.02)
             else:
                 await asyncio.sleep(_START_AGAIN_S)
-                await self.launch(name)
+                await self._ensure(name)
         self._serving.add(self.processes[name].pid)
 
     def lives(self, name: str) -> bool:
