@@ -185,8 +185,10 @@ class Admission:
         num_own = len(queue.by_caller[waiter.caller])
         if limits.waiting is not None and num_own > limits.waiting:
             raise self._full(f"{num_own - 1} of this caller's requests wait")
-        expected_s = self._expected_s(waiter.priority, queue.ahead_of(waiter))
-        self._check_in_time(expected_s, self._patience_s(waiter, deadline))
+        # Without a target nobody's turn comes, and as soon as there is one maybe everybody's.
+        if self._seats.serves(waiter.demand.model):
+            expected_s = self._expected_s(waiter.priority, queue.ahead_of(waiter))
+            self._check_in_time(expected_s, self._patience_s(waiter, deadline))
 
     def _check_in_time(self, expected_s: float, patience_s: float) -> None:
         if expected_s > patience_s:

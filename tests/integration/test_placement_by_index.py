@@ -134,7 +134,6 @@ async def test_a_caller_who_purges_leaves_nothing_in_any_store(
     async with callers(stack, parts, tmp_path, kv_store_url=scene.index_url) as (alice, bob):
         for prompt in PROMPTS[:2]:
             await alice.complete(prompt, keep_session=True, **SHORT)
-        stream = await Stream(alice, PROMPTS[2], max_tokens=450, ignore_eos=True).reaches(20)
         [kept] = [c async for c in bob.generate(PROMPTS[0] + "of bob's")][-1:]
         blocks = {name: f"outrider:kv:block:*:{caller_digest(name)}:*" for name in ("alice", "bob")}
 
@@ -143,8 +142,9 @@ async def test_a_caller_who_purges_leaves_nothing_in_any_store(
 
         await until(written, "both have blocks in the store")
         index = len(scene.keys("outrider:kv:index:*"))
+        stream = await Stream(alice, PROMPTS[2], max_tokens=450, ignore_eos=True).reaches(20)
         purged = await alice.client.purge_sessions()
-        assert purged.sessions == 3 and purged.kv_blocks >= 3 * 7
+        assert purged.sessions == 3 and purged.kv_blocks >= 2 * 7
         assert not isinstance(await stream.error(), type(None))
         assert (await alice.client.list_sessions()).sessions == ()
 

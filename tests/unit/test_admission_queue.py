@@ -363,6 +363,23 @@ async def test_without_a_target_requests_wait_a_little_and_are_told_so():
         assert one.began == ["lucky"]
 
 
+async def test_without_a_target_nobody_is_refused_for_what_turns_took_before():
+    """While the only target restarts: as soon as it is back it may have room for all."""
+    clock = Clock()
+    async with desk(1, target_wait_s=5.0, now=clock) as one:
+        for n in range(10):  # Ten seconds each.
+            await one.ask(f"seen{n}")
+            clock.now += 10
+            await one.end(f"seen{n}")
+        await one.ask("running")
+        one.seats.there = False
+        await one.ask("patient")
+        assert not one.refused
+        one.seats.there = True
+        await one.ask("late")
+        assert "turn would come" in str(one.refused["late"])
+
+
 async def test_at_the_end_those_who_wait_are_sent_elsewhere():
     async with desk(1) as one:
         await one.ask("running")
