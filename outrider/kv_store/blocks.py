@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.kv_store.names import caller_digest
+
 Bytes = NDArray[np.uint8]
 """Raw bytes, one dimension."""
 
@@ -88,11 +90,6 @@ def blocks_of(
         digest = _digest(digest + own, 32)
         blocks.append(Block(index, hashes[index], digest, own))
     return blocks
-
-
-def caller_digest(tenant: str) -> str:
-    """A tenant as keys name it."""
-    return _digest(tenant.encode(), 8).hex()
 
 
 class Refused(Exception):
