@@ -18,6 +18,7 @@ import yaml
 
 from comments import comments_of
 from dashboard import dashboard
+from outrider.kv_store.connection import READER_RIGHTS
 from outrider.kv_store.connection import RIGHTS as KV_RIGHTS
 from readme import readme
 from schema import with_descriptions
@@ -39,7 +40,11 @@ def main() -> None:
         "README.md": lambda: readme(values, comments),
         "files/dashboard.json": lambda: json.dumps(dashboard(), indent=1) + "\n",
         "files/redis-rights": lambda: f"~outrider:* resetchannels -@all {RIGHTS}\n",
-        "files/kvstore-rights": lambda: f"~outrider:kv:* resetchannels -@all {KV_RIGHTS}\n",
+        # INFO is for `outrider doctor`, which asks workers how their store is.
+        "files/kvstore-rights": lambda: f"~outrider:kv:* resetchannels -@all {KV_RIGHTS} +info\n",
+        "files/kvstore-orchestrator-rights": lambda: (
+            f"~outrider:kv:* resetchannels -@all {READER_RIGHTS}\n"
+        ),
     }
     stale = [name for name, make in made.items() if not write(CHART / name, make(), check=check)]
     if stale:

@@ -22,13 +22,14 @@ MANAGED = frozenset(
     "host port socket health_port ready_file drain_s metrics_address auth_token_file "
     "tls_cert tls_key tls_client_ca worker_ca worker_cert worker_key worker_token_file "
     "worker_tls_name draft_ca draft_cert draft_key draft_token_file draft_tls_name "
-    "store_url store_password_file store_ca store_cert store_key targets drafts zone "
+    "store_url store_password_file store_sentinel_password_file store_start_timeout_s "
+    "store_ca store_cert store_key targets drafts zone "
     "model model_name cache_dir tensor_parallel group_token_file group_host group_port "
     "tls_client_names jwt_keys jwt_keys_ca jwt_issuer jwt_audience jwt_algorithms jwt_tenant_claim "
     "jwt_leeway_s jwt_refresh_s calls_per_s calls_burst caller_limits audit otlp_endpoint "
     "otlp_protocol trace_sample_rate trace_every kv_store_url kv_store_password_file kv_store_ca "
     "kv_store_cert kv_store_key kv_store_timeout_s kv_store_ttl_s kv_store_write_mib_s "
-    "kv_restore".split()
+    "kv_restore kv_index_wait_s admin_callers".split()
 )
 
 STRING: Schema = {"type": "string"}
@@ -200,25 +201,36 @@ def when(switch: str, *, then: dict[str, Schema], is_: Any = True) -> Schema:
 
 
 # A password in a URL would end in a ConfigMap.
+_USER, _HOST = r"([^:@/,?\s]*@)?", r"([^:@/,?\s\[\]]+|\[[0-9A-Fa-f:.]+\])(:\d+)?"
+_ONE_SERVER = rf"://{_USER}{_HOST}(/\d*)?"
+_SENTINELS = rf"\+sentinel://{_USER}{_HOST}(,{_HOST})*/[^/?@\s]+(/\d*)?(\?sentinel_user=[^&=\s]+)?"
+_CLUSTER = rf"\+cluster://{_USER}{_HOST}(,{_HOST})*(/0?)?"
 STORE_URL: Schema = {
     "type": "string",
-    "pattern": r"^(rediss?://([^:@/]*@)?[^:@/]+(:\d+)?(/\d*)?)?$",
+    "pattern": f"^(rediss?({_ONE_SERVER}|{_SENTINELS}|{_CLUSTER}))?$",
 }
+KV_STORE_URL: Schema = {"type": "string", "pattern": f"^(rediss?{_ONE_SERVER})?$"}
 STORE_MEMORY: Schema = {"type": "string", "pattern": r"^\d+([kmg]b)?$"}
-EXTERNAL_STORE = obj(
-    url=STORE_URL,
-    passwordSecret=NAME,
-    passwordKey={"type": "string", "minLength": 1},
-    tlsSecret=NAME,
-    clientCertificate=BOOL,
-    peers=OBJECTS,
-    port=PORT,
-)
+SECRET_KEY: Schema = {"type": "string", "pattern": "^[A-Za-z0-9._-]+$"}
+
+
+def external_store(**more: Schema) -> Schema:
+    return obj(
+        passwordSecret=NAME,
+        passwordKey=SECRET_KEY,
+        tlsSecret=NAME,
+        clientCertificate=BOOL,
+        peers=OBJECTS,
+        ports=array(PORT) | {"uniqueItems": True},
+        **more,
+    )
+
+
 STORE_USER: Schema = obj(
     name={
         "type": "string",
         "pattern": "^[a-z][a-z0-9-]*$",
-        "not": {"enum": ["default", "outrider", "keeper"]},
+        "not": {"enum": ["default", "outrider", "orchestrator", "keeper"]},
     },
     secret={**NAME, "minLength": 1},
     rights={
@@ -241,7 +253,10 @@ REDIS = obj(
     existingSecret=NAME,
     users=array(STORE_USER),
     resources=RESOURCES,
-    external=EXTERNAL_STORE,
+    external=external_store(
+        url=STORE_URL,
+        sentinelPasswordKey={"type": "string", "pattern": "^[A-Za-z0-9._-]*$"},
+    ),
     **PLACE,
 ) | when("enabled", is_=False, then={"external": {"properties": {"url": {"minLength": 1}}}})
 
@@ -256,8 +271,11 @@ KV_STORE = obj(
     writeMibPerSecond={"type": "number", "exclusiveMinimum": 0},
     restore=one_of("auto", "always"),
     timeoutSeconds={"type": "number", "minimum": 0.01, "maximum": 60},
+    indexWaitSeconds={"type": "number", "minimum": 0.001},
     resources=RESOURCES,
-    external=EXTERNAL_STORE,
+    external=external_store(
+        url=KV_STORE_URL, orchestratorUrl=KV_STORE_URL, orchestratorPasswordKey=SECRET_KEY
+    ),
     **PLACE,
 )
 
@@ -338,10 +356,12 @@ def build() -> Schema:
         auth=obj(
             callers=obj(enabled=BOOL, existingSecret=NAME),
             jwt=JWT,
+            # Names with commas between them are the setting.
+            adminCallers=array({"type": "string", "pattern": r"^[^,\s]+$"}),
             workers=obj(
                 enabled=BOOL,
                 existingSecret=NAME,
-                acceptedKey={"type": "string", "pattern": "^[A-Za-z0-9._-]+$"},
+                acceptedKey=SECRET_KEY,
             ),
         ),
         quotas=QUOTAS,

@@ -188,7 +188,8 @@ class LocalStack:
 
     async def _start_orchestrator(self, number: int) -> None:
         config = self.config
-        flags = ["--store-url", self.store_url]
+        # What the stack starts is there by now, and a wrong URL is told at once.
+        flags = ["--store-url", self.store_url, "--store-start-timeout-s", "0"]
         for service in self.services:
             if service.role in ("target", "draft"):
                 flags += [f"--{service.role}s", service.address]

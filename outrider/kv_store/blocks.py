@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.kv_store.callers import caller_digest
+from outrider.kv_store.names import caller_digest
 
 Bytes = NDArray[np.uint8]
 """Raw bytes, one dimension."""

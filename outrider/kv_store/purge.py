@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from redis import Redis
 
-from outrider.kv_store.callers import caller_digest
 from outrider.kv_store.index import index_salt
+from outrider.kv_store.names import caller_digest
 
 _AT_ONCE = 512
 

@@ -77,15 +77,31 @@ class Renewed(Generic[T]):
 
 
 def read_file(path: str, field: str) -> bytes:
-    """Contents of a file that a setting names. Raises InvalidArgument."""
+    """Contents of a file that a setting names. What is no file but a pipe (/dev/stdin, a shell's
+    <(…)) can be read once only: what it held is kept. Raises InvalidArgument."""
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = _read(path) if Path(path).is_file() else _read_pipe(path)
     except OSError as error:
         raise InvalidArgument(f"cannot read {path}: {error.strerror}", field=field) from error
     if len(content) > MAX_FILE_BYTES:
         raise InvalidArgument(f"{path} has more than {MAX_FILE_BYTES} bytes", field=field)
     return content
+
+
+def _read(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        return file.read(MAX_FILE_BYTES + 1)
+
+
+_pipes: dict[str, bytes] = {}
+_piping = threading.Lock()
+
+
+def _read_pipe(path: str) -> bytes:
+    with _piping:
+        if path not in _pipes:
+            _pipes[path] = _read(path)
+        return _pipes[path]
 
 
 def _read_settled(paths: Mapping[str, str]) -> Contents:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from outrider.config import setting
 from outrider.errors import InvalidArgument
 from outrider.kv_store.connection import StoreAddress
+from outrider.redis_url import parse_redis_url, password_in
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
 from outrider.telemetry.service import TelemetrySettings
@@ -52,6 +53,9 @@ class OrchestratorConfig(ServerConfig):
     store_password_file: str = setting(
         "", help="file with the store's password, where its URL holds none"
     )
+    store_sentinel_password_file: str = setting(
+        "", help="file with the sentinels' own password, where they have one and its URL holds none"
+    )
     store_ca: str = setting("", help="PEM CA of the store's certificate")
     store_cert: str = setting("", help="PEM client certificate for the store")
     store_key: str = setting("", help="PEM key of that certificate")
@@ -62,6 +66,9 @@ class OrchestratorConfig(ServerConfig):
         "session; redis://, rediss:// or unix://. Empty: each orchestrator goes by what it has "
         "placed itself",
         secret=True,
+    )
+    kv_store_password_file: str = setting(
+        "", help="file with that store's password, where its URL holds none"
     )
     kv_store_ca: str = setting("", help="PEM CA of that store's certificate")
     kv_store_cert: str = setting("", help="PEM client certificate for it")
@@ -111,6 +118,9 @@ class OrchestratorConfig(ServerConfig):
         "free, else 0",
     )
     target_wait_s: float = setting(10.0, help="seconds to wait for a target that went away")
+    store_start_timeout_s: float = setting(
+        30.0, help="seconds to wait for the session store at start"
+    )
     start_timeout_s: float = setting(120.0, help="seconds to wait for targets at start")
     draft_start_timeout_s: float = setting(15.0, help="seconds to wait for drafts at start")
     max_generations: int = setting(1024, help="generations at once; more requests wait")
@@ -186,6 +196,7 @@ class OrchestratorConfig(ServerConfig):
             ("max_wait_s", self.max_wait_s, 0.0),
             ("kv_overcommit", self.kv_overcommit, 0.01),
             ("dns_refresh_s", self.dns_refresh_s, 0.1),
+            ("store_start_timeout_s", self.store_start_timeout_s, 0.0),
             ("kv_store_ttl_s", self.kv_store_ttl_s, 1.0),
             ("kv_index_wait_s", self.kv_index_wait_s, 0.001),
         ):
@@ -224,7 +235,15 @@ class OrchestratorConfig(ServerConfig):
         if not self.kv_store_url:
             return None
         return StoreAddress(
-            self.kv_store_url, self.kv_store_ca, self.kv_store_cert, self.kv_store_key
+            self.kv_store_url,
+            self.kv_store_ca,
+            self.kv_store_cert,
+            self.kv_store_key,
+            password=password_in(
+                self.kv_store_password_file,
+                held=bool(parse_redis_url(self.kv_store_url, field="kv_store_url")[1]),
+                field="kv_store_password_file",
+            ),
         )
 
     @property

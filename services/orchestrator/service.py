@@ -44,6 +44,7 @@ from services.orchestrator.requests import Defaults, check_ids, tokenize_prompt
 from services.orchestrator.running import Place, Running
 from services.orchestrator.seating import Seating
 from services.orchestrator.store import SessionStore
+from services.orchestrator.store_start import await_store
 from services.orchestrator.takeover import EndedGeneration
 
 _INDEX_S = 1.0
@@ -345,18 +346,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
         ],
     )
     holders = _holders(config)
-    store = await SessionStore.connect(
-        config.store_url,
-        session_ttl_s=config.session_ttl_s,
-        linger_s=config.session_linger_s,
-        lease_s=config.lease_s,
-        resume_s=config.session_resume_s,
-        command_timeout_s=config.store_timeout_s,
-        password_file=config.store_password_file or None,
-        ca_file=config.store_ca or None,
-        cert_file=config.store_cert or None,
-        key_file=config.store_key or None,
-    )
+    store = await await_store(config)
     owner = f"{os.uname().nodename}-{new_session_id()}"
     registry = ModelRegistry(
         config.sources("targets"), config.sources("drafts"), config.worker_security

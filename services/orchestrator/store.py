@@ -77,13 +77,14 @@ class SessionStore:
         resume_s: float = 30.0,
         command_timeout_s: float = 2.0,
         password_file: str | None = None,
+        sentinel_password_file: str | None = None,
         ca_file: str | None = None,
         cert_file: str | None = None,
         key_file: str | None = None,
     ) -> "SessionStore":
         """Connect to redis://, rediss:// (TLS; the files are PEM) or unix://, and look for life.
 
-        The password stands in the URL or in `password_file`.
+        The password stands in the URL or in `password_file`; so does that of sentinels.
         `command_timeout_s` bounds every operation as a whole, connecting included.
         """
         times = {
@@ -101,6 +102,7 @@ class SessionStore:
             script,
             timeout_s=command_timeout_s,
             password_file=password_file,
+            sentinel_password_file=sentinel_password_file,
             ca_file=ca_file,
             cert_file=cert_file,
             key_file=key_file,

@@ -70,6 +70,7 @@ class ScriptClient:
         *,
         timeout_s: float,
         password_file: str | None = None,
+        sentinel_password_file: str | None = None,
         ca_file: str | None = None,
         cert_file: str | None = None,
         key_file: str | None = None,
@@ -78,6 +79,7 @@ class ScriptClient:
             url,
             timeout_s=timeout_s,
             password_file=password_file,
+            sentinel_password_file=sentinel_password_file,
             tls={"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file},
         )
         client = cls(

@@ -145,7 +145,12 @@ class Opened(NamedTuple):
 
 
 def open_servers(
-    url: str, *, timeout_s: float, password_file: str | None, tls: Mapping[str, str | None]
+    url: str,
+    *,
+    timeout_s: float,
+    password_file: str | None,
+    sentinel_password_file: str | None = None,
+    tls: Mapping[str, str | None],
 ) -> Opened:
     """Connects when it is first used. Raises InvalidArgument."""
     address, secrets, several = parse_store_url(url, field="redis_url")
@@ -157,11 +162,22 @@ def open_servers(
     for path in files.values():
         if not Path(path).is_file():
             raise InvalidArgument(f"{path} is not a file", field="redis_tls")
-    if password:
-        secrets = (*secrets, password)
+    of_sentinels = _password_of_sentinels(sentinel_password_file, several)
     access = Access(timeout_s, files, password=password)
-    servers = _one_server(url, access) if several is None else _several(several, access)
-    return Opened(servers, address, secrets)
+    if several is None:
+        servers = _one_server(url, access)
+    else:
+        servers = _several(several, access, of_sentinels or several.sentinel_password)
+    return Opened(servers, address, (*secrets, *filter(None, (password, of_sentinels))))
+
+
+def _password_of_sentinels(path: str | None, several: RedisServers | None) -> str:
+    """That a file holds; "" where none is named."""
+    name = "store_sentinel_password_file"
+    if path and (several is None or several.kind != SENTINEL):
+        raise InvalidArgument("needs a redis+sentinel:// URL", field=name)
+    held = several is not None and bool(several.sentinel_password)
+    return password_in(path, held=held, field=name)
 
 
 def _one_server(url: str, access: Access) -> Servers:
@@ -175,7 +191,7 @@ def _one_server(url: str, access: Access) -> Servers:
     return OneServer(Redis.from_pool(pool), access.timeout_s)
 
 
-def _several(servers: RedisServers, access: Access) -> Servers:
+def _several(servers: RedisServers, access: Access, sentinel_password: str) -> Servers:
     plain = RenewedSslConnection if servers.tls else Connection
     if servers.kind == SENTINEL:
         # One that hangs must leave time for the others.
@@ -185,7 +201,7 @@ def _several(servers: RedisServers, access: Access) -> Servers:
             access.tls,
             plain,
             servers.sentinel_username,
-            servers.sentinel_password,
+            sentinel_password,
             read_timeout_s=patience_s,
         )
         finder = PrimaryFinder(servers.service, [sentinels.client(*at) for at in servers.hosts])

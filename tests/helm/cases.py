@@ -95,6 +95,7 @@ MATRIX = (
                 },
             },
             "audit": {"level": "all"},
+            "auth": {"adminCallers": ["ops", "acme"]},
         },
     ),
     Case(
@@ -129,10 +130,10 @@ MATRIX = (
                 "enabled": True,
                 "external": {
                     "url": "rediss://kv@kv.example.com:6390",
+                    "orchestratorUrl": "rediss://orchestrator@index.example.com:6391",
                     "passwordSecret": "p",
                     "tlsSecret": "t",
                     "clientCertificate": True,
-                    "port": 6390,
                     "peers": [{"ipBlock": {"cidr": "10.1.2.0/24"}}],
                 },
             }
@@ -183,7 +184,35 @@ MATRIX = (
                     "tlsSecret": "t",
                     "clientCertificate": True,
                     "peers": [{"ipBlock": {"cidr": "10.1.2.0/24"}}],
-                    "port": 6380,
+                },
+            }
+        },
+    ),
+    Case(
+        "sentinels",
+        {
+            "redis": {
+                "enabled": False,
+                "external": {
+                    "url": "rediss+sentinel://outrider@a.example.com,b.example.com:26380,[::1]"
+                    "/sessions/2?sentinel_user=asker",
+                    "passwordSecret": "p",
+                    "sentinelPasswordKey": "sentinels",
+                    "tlsSecret": "t",
+                },
+            }
+        },
+    ),
+    Case(
+        "a-cluster",
+        {
+            "redis": {
+                "enabled": False,
+                "external": {
+                    "url": "redis+cluster://outrider@n1.example.com:7000,n2.example.com",
+                    "passwordSecret": "p",
+                    "peers": [{"ipBlock": {"cidr": "10.1.2.0/24"}}],
+                    "ports": [7001, 7000],
                 },
             }
         },
@@ -353,6 +382,50 @@ REFUSED = (
         "a password in a ConfigMap",
         {"redis": {"enabled": False, "external": {"url": "redis://u:secret@h:1"}}},
         "external/url",
+    ),
+    (
+        "a password of a cluster's user in a ConfigMap",
+        {"redis": {"enabled": False, "external": {"url": "redis+cluster://u:secret@h,i:1"}}},
+        "external/url",
+    ),
+    (
+        "a password of sentinels in a ConfigMap",
+        {
+            "redis": {
+                "enabled": False,
+                "external": {"url": "redis+sentinel://h/s?sentinel_password=x"},
+            }
+        },
+        "external/url",
+    ),
+    (
+        "sentinels of no primary",
+        {"redis": {"enabled": False, "external": {"url": "redis+sentinel://h:26379"}}},
+        "external/url",
+    ),
+    (
+        "a password for sentinels that there are not",
+        {
+            "redis": {
+                "enabled": False,
+                "external": {
+                    "url": "redis://h",
+                    "passwordSecret": "p",
+                    "sentinelPasswordKey": "s",
+                },
+            }
+        },
+        "sentinelPasswordKey",
+    ),
+    (
+        "KV blocks in a cluster",
+        {"kvStore": {"enabled": True, "external": {"url": "redis+cluster://h,i"}}},
+        "external/url",
+    ),
+    (
+        "one admin that would be two",
+        {"auth": {"adminCallers": ["ops,acme"]}},
+        "adminCallers",
     ),
     ("no store", {"redis": {"enabled": False}}, "external"),
     ("certificates of nobody", {"tls": {"mode": "secrets"}}, "tls.secrets.orchestrator"),

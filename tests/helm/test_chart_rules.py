@@ -464,9 +464,8 @@ def test_kv_blocks_have_a_store_that_their_tiers_alone_reach() -> None:
             "rediss://outrider@demo-outrider-kvstore.outrider.svc.cluster.local:6379/0"
         )
         assert env[f"OUTRIDER_{tier.upper()}_KV_RESTORE"] == "always"
-    assert not any("KV_STORE" in key for key in settings(manifests, "orchestrator"))
     arrows_in, arrows_out = arrows(manifests)
-    within = {("draft", "kvstore", 6379), ("target", "kvstore", 6379)}
+    within = {(tier, "kvstore", 6379) for tier in CONFIGS}
     assert {a for a in arrows_in if a[1] == "kvstore"} == within | {("exp", "kvstore", 6379)}
     assert {a for a in arrows_out if a[1] == "kvstore"} == within
     elsewhere = render(case_of("kv-store-elsewhere"))
@@ -474,7 +473,70 @@ def test_kv_blocks_have_a_store_that_their_tiers_alone_reach() -> None:
     env = settings(elsewhere, "target")
     assert env["OUTRIDER_TARGET_KV_STORE_URL"] == "rediss://kv@kv.example.com:6390"
     assert env["OUTRIDER_TARGET_KV_STORE_CERT"] == "/etc/outrider/kv-store-tls/tls.crt"
-    assert ("target", "internet", 6390) in arrows(elsewhere)[1]
+    _, arrows_out = arrows(elsewhere)
+    assert {a for a in arrows_out if a[2] in (6390, 6391)} == {
+        ("target", "internet", 6390),
+        ("orchestrator", "internet", 6391),
+    }
+
+
+def volume_of(manifests: list[Manifest], tier: str, name: str) -> Manifest:
+    """The secret that a tier mounts under a name."""
+    (found,) = (
+        volume["secret"]
+        for _, pod in pods(manifests)
+        if tier_of(pod) == tier
+        for volume in pod["spec"]["volumes"]
+        if volume["name"] == name
+    )
+    return dict(found)
+
+
+def test_orchestrators_read_the_index_of_kv_blocks_as_a_user_of_their_own() -> None:
+    manifests = render(case_of("kv-store"))
+    env = settings(manifests, "orchestrator")
+    assert env["OUTRIDER_ORCHESTRATOR_KV_STORE_URL"] == (
+        "rediss://orchestrator@demo-outrider-kvstore.outrider.svc.cluster.local:6379/0"
+    )
+    assert env["OUTRIDER_ORCHESTRATOR_KV_INDEX_WAIT_S"] == "0.01"
+    assert not any(key.endswith(("_KV_RESTORE", "_WRITE_MIB_S")) for key in env)
+    secret = "demo-outrider-kvstore"
+    for case, tier, key in (
+        (manifests, "orchestrator", (secret, "orchestratorPassword")),
+        (manifests, "target", (secret, "password")),
+        (render(case_of("kv-store-elsewhere")), "orchestrator", ("p", "orchestratorPassword")),
+        (render(case_of("kv-store-elsewhere")), "target", ("p", "password")),
+    ):
+        volume = volume_of(case, tier, "kv-store")
+        assert (volume["secretName"], volume["items"][0]["key"]) == key
+        assert [item["path"] for item in volume["items"]] == ["password"]
+    data = named(manifests, "Secret", secret)["data"]
+    assert data["orchestratorPassword"] != data["password"]
+    rights = named(manifests, "ConfigMap", secret)["data"]["orchestrator-rights"]
+    assert rights.startswith("~outrider:kv:* ") and "+set" not in rights
+
+
+def test_several_servers_are_reached_at_all_their_ports() -> None:
+    manifests = render(case_of("sentinels"))
+    _, arrows_out = arrows(manifests)
+    assert {p for tier, _, p in arrows_out if tier == "orchestrator"} >= {26379, 26380, 6379}
+    env = settings(manifests, "orchestrator")
+    assert env["OUTRIDER_ORCHESTRATOR_STORE_URL"].endswith("/sessions/2?sentinel_user=asker")
+    assert env["OUTRIDER_ORCHESTRATOR_STORE_CA"] == "/etc/outrider/store-tls/ca.crt"
+    items = volume_of(manifests, "orchestrator", "store")["items"]
+    keys = {item["key"]: item["path"] for item in items}
+    assert keys == {"password": "password", "sentinels": "sentinel-password"}
+    file = env["OUTRIDER_ORCHESTRATOR_STORE_SENTINEL_PASSWORD_FILE"]
+    assert file == "/etc/outrider/store/sentinel-password"
+    _, arrows_out = arrows(render(case_of("a-cluster")))
+    at = {port for *arrow, port in arrows_out if arrow == ["orchestrator", "internet"]}
+    assert at == {7000, 6379, 7001}
+
+
+def test_who_may_ask_what_the_doctor_asks_is_a_value() -> None:
+    name = "OUTRIDER_ORCHESTRATOR_ADMIN_CALLERS"
+    assert settings(render(case_of("quotas")), "orchestrator")[name] == "ops,acme"
+    assert name not in settings(render(case_of("defaults")), "orchestrator")
 
 
 def test_every_autoscaler_asks_for_signals_that_metrics_make() -> None:

@@ -78,10 +78,11 @@ class Pod:
         )
         return result.stdout
 
-    def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
+    def exec(self, *command: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            ["podman", "exec", self.name, *command], capture_output=True, text=True, timeout=60
-        )
+            ["podman", "exec", "--interactive", self.name, *command],
+            input=stdin, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
 
 
 class Kubelet:
@@ -122,8 +123,8 @@ class Kubelet:
         return pod
 
     def wait_ready(self, pod: Pod) -> None:
-        """By its startup and readiness probes. A container that ends meanwhile, say because the
-        store is not there yet, is started again, as a kubelet does."""
+        """By its startup and readiness probes. A container that ends meanwhile is started again, as
+        a kubelet does."""
         startup = pod.container["startupProbe"]
         deadline = time.monotonic() + startup["failureThreshold"] * startup["periodSeconds"]
         while not self.probe(pod, startup):

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from charts import CHART, helm
+from charts import CHART, ROOT, helm
 from kubelet import LIMITS, Kubelet, Pod, grpc_healthy, load, podman, write_projected
 from outrider.client import GenerationOptions, Message, OutriderClient
 from outrider.errors import Unauthenticated, Unavailable
@@ -36,6 +37,7 @@ SERVICE = "10.203.17.13"
 
 OVERRIDES = {
     "tls": {"extraNames": ["localhost", SERVICE]},
+    "auth": {"adminCallers": ["default"]},
     "redis": {"image": {"registry": "localhost", "repository": "outrider-test-redis", "tag": "1"}},
 }
 
@@ -128,6 +130,20 @@ def test_containers_may_nothing(stack: Stack) -> None:
         for place in ("/x", "/opt/x", "/etc/x", "/usr/lib/x"):
             tried = pod.exec("sh", "-c", f"echo >{place}")
             assert tried.returncode != 0 and "Read-only file system" in tried.stderr, (tier, place)
+
+
+def test_the_runbooks_look_at_a_deployment_works_in_the_orchestrators_pod(stack: Stack) -> None:
+    runbook = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    found = re.search(r"kubectl exec -i deploy/llm-\S+ .*?-- (.*?)\n(?! )", runbook, re.DOTALL)
+    assert found, "the runbook shows how"
+    command = found[1].replace("\\\n", " ").replace("llm-", "demo-").split()
+    assert command[0] == "outrider"
+    told = stack.pods["orchestrator"].exec(*command, "--json", stdin=stack.token_file.read_text())
+    assert told.returncode in (0, 1), told.stdout + told.stderr
+    checks = json.loads(told.stdout)["checks"]
+    bad = [check for check in checks if check["status"] == "fail"]
+    assert not bad, bad
+    assert not [c for c in checks if c["area"] == "store" and c["status"] == "unknown"], checks
 
 
 async def test_nobody_gets_in_without_what_it_takes(stack: Stack) -> None:

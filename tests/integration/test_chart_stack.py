@@ -5,6 +5,7 @@ and JWTs, quotas, the audit log, stores with users of their own, traces, KV bloc
 import asyncio
 import contextlib
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ def values(endpoint: str) -> dict[str, Any]:
         "tls": {"mode": "secrets", "secrets": {tier: f"{tier.lower()}-tls" for tier in NAMES}},
         "auth": {
             "callers": {"existingSecret": "callers"},
+            "adminCallers": ["acme", "ops"],
             "workers": {"existingSecret": "workers", "acceptedKey": "tokens"},
             "jwt": {
                 "issuer": ISSUER,
@@ -131,7 +133,7 @@ async def installed(
         "workers": {"token": WORKERS_TOKEN.encode(), "tokens": WORKERS_TOKEN.encode()},
         "issuer": {"jwks.json": key_set()},
         "store": {"password": b"of-the-store"},
-        "kv": {"password": b"of-the-blocks"},
+        "kv": {"password": b"of-the-blocks", "orchestratorPassword": b"of-the-index"},
         "looker": {"password": b"of-the-looker"},
     }
     # The cache of compiled kernels is this machine's.
@@ -171,6 +173,45 @@ async def test_a_caller_gets_text_and_every_part_does_its_own(installed: Install
         }
 
     await until(traced, "all tiers tell the collector of the request", 15)
+
+
+async def test_orchestrators_ask_the_index_and_remove_blocks_as_a_user_of_their_own(
+    installed: Installed,
+) -> None:
+    orchestrator = installed.pods.children["orchestrator"]
+    async with installed.client(token_of("leaver")) as client:
+        before = (await installed.info("target")).kv_store.blocks_written
+        await client.complete("what a caller leaves behind " * 4, GenerationOptions(max_tokens=40))
+
+        async def written() -> bool:
+            return (await installed.info("target")).kv_store.blocks_written > before + 1
+
+        await until(written, "the caller has blocks in the store", 30)
+        assert (await client.purge_sessions()).kv_blocks > 1
+        # Nothing that it may not do was asked of the index, or of the blocks.
+        assert "denies" not in orchestrator.log.read_text()
+
+
+async def test_the_callers_that_values_name_may_look_inside(
+    installed: Installed, tmp_path: Path
+) -> None:
+    async def looked(token: str) -> list[dict[str, str]]:
+        (tmp_path / "token").write_text(token)
+        ca = str(installed.security().ca_file)
+        doctor = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "outrider.cli", "doctor", "--json", "--samples", "3"),
+            *("--ca-file", ca, "--token-file", str(tmp_path / "token")),
+            installed.pods.addresses["orchestrator"],
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await asyncio.wait_for(doctor.communicate(), 120)
+        return list(json.loads(output)["checks"])
+
+    stores = [check for check in await looked("acme-token") if check["area"] == "store"]
+    assert {check["subject"].split(" of ")[0] for check in stores} == {"session store", "KV store"}
+    assert not [check for check in stores if check["status"] in ("fail", "unknown")], stores
+    [hidden] = [check for check in await looked("bob-token") if check["area"] == "store"]
+    assert hidden["status"] == "unknown"
 
 
 async def test_plaintext_and_other_cas_are_refused_everywhere(
@@ -315,10 +356,15 @@ async def test_stores_know_their_users_alone(installed: Installed) -> None:
         assert (await looker.scan())[1]
         with pytest.raises(NoPermissionError):
             await looker.set("x", "y")
+    async with store("kvstore", username="orchestrator", password="of-the-index") as index:
+        assert any(b":kv:block:" in key for key in (await index.scan())[1])
+        for command in (("SET", "outrider:kv:x", "y"), ("MGET", "outrider:kv:x"), ("FLUSHALL",)):
+            with pytest.raises(NoPermissionError):
+                await index.execute_command(*command)
     async with store("kvstore", username="outrider", password="of-the-blocks") as blocks:
-        assert any(b":kv:block:" in key for key in (await blocks.scan())[1])
-        with pytest.raises(NoPermissionError):
-            await blocks.get("outrider:session:x")
+        for command in (("MGET", "outrider:session:x"), ("SCAN", "0"), ("GET", "outrider:kv:x")):
+            with pytest.raises(NoPermissionError):
+                await blocks.execute_command(*command)
 
 
 async def test_expired_certificates_are_replaced_without_a_restart(installed: Installed) -> None:

@@ -232,9 +232,44 @@ async def test_a_store_that_forgets_ends_the_stream(
 
 async def test_no_store_at_start_is_one_clear_line(parts: Parts, stack: Rig) -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    flags = ["--targets", stack.targets[0], "--store-url", url]
+    flags = ["--targets", stack.targets[0], "--store-url", url, "--store-start-timeout-s", "0.5"]
     async with parts.process("orchestrator", *flags, wait=False) as (child, _):
-        assert await asyncio.wait_for(child.wait(), 20) == 1
+        assert await asyncio.wait_for(child.wait(), 60) == 1
         tail = child.log_tail()
     assert tail.splitlines()[-1].startswith("error:") and "start Redis" in tail
     assert "Traceback" not in tail and "secret" not in tail
+
+
+async def test_a_store_that_comes_later_is_waited_for(
+    parts: Parts, stack: Rig, tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    flags = ["--targets", stack.targets[0], "--store-url", url, "--store-start-timeout-s", "60"]
+    async with parts.process("orchestrator", *flags, wait=False) as (child, _):
+
+        async def waits() -> bool:
+            return "waiting for the session store" in child.log.read_text()
+
+        await until(waits, "it says what it waits for", 60)
+        await asyncio.sleep(2)
+        assert child.returncode is None and "serving" not in child.log_tail()
+        with running_server("valkey", tmp_path, port=port):
+
+            async def serves() -> bool:
+                return "serving" in child.log.read_text()
+
+            await until(serves, "it serves once the store is there", 60)
+    assert child.log.read_text().count("waiting for the session store") == 1
+
+
+async def test_a_store_that_refuses_its_user_is_not_waited_for(
+    parts: Parts, stack: Rig, tmp_path: Path
+) -> None:
+    with running_server("valkey", tmp_path, "--requirepass", "other") as server:
+        url = f"redis://:secret@127.0.0.1:{server.port}/0"
+        flags = ["--targets", stack.targets[0], "--store-url", url]
+        flags += ["--store-start-timeout-s", "600"]
+        async with parts.process("orchestrator", *flags, wait=False) as (child, _):
+            assert await asyncio.wait_for(child.wait(), 60) == 1
+            assert "refuses the credentials" in child.log_tail()

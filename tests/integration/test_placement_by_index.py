@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from redis import Redis
 
-from outrider.kv_store.callers import caller_digest
 from outrider.kv_store.connection import READER_RIGHTS
 from outrider.kv_store.connection import RIGHTS as WORKER_RIGHTS
+from outrider.kv_store.names import caller_digest
 from scripted_workers import Parts, Rig, Stream, until
 from services.orchestrator.store_client import RIGHTS
 from store_fleets import pause, resume

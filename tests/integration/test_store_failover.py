@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.errors import DataLoss, Fenced, InvalidArgument, NotFound, Unavailable
+from outrider.errors import (
+    DataLoss,
+    Fenced,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    Unavailable,
+)
 from outrider.types import Fence, chain_hash
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_commit import CommitQueue
@@ -62,6 +69,27 @@ async def queue_of(
         yield fence, queue
     finally:
         await queue.close()
+
+
+async def test_passwords_may_stand_in_files(
+    watched: tuple[list[Server], Server], tmp_path: Path
+) -> None:
+    files = {}
+    for name, password in (("password_file", "hunter2"), ("sentinel_password_file", "hunter3")):
+        files[name] = str(tmp_path / name)
+        (tmp_path / name).write_text(password + "\n")
+    url = sentinel_url(watched[0])
+    async with open_store(url, **files) as store:
+        await begin(store, await create(store), [1])
+    # Sentinels ask for it, and nobody else has one.
+    with pytest.raises(OutriderError):
+        await SessionStore.connect(url, session_ttl_s=60, password_file=files["password_file"])
+    for other in (sentinel_url(watched[0], query="?sentinel_password=x"), "redis://h"):
+        with pytest.raises(InvalidArgument) as refused:
+            await SessionStore.connect(
+                other, session_ttl_s=60, sentinel_password_file=files["sentinel_password_file"]
+            )
+        assert refused.value.field == "store_sentinel_password_file"
 
 
 async def test_sentinels_lead_to_the_new_primary(watched: tuple[list[Server], Server]) -> None:

@@ -6,6 +6,7 @@ from redis import exceptions
 from outrider.errors import InvalidArgument
 from outrider.kv_store.connection import StoreAddress, is_full, is_refusal
 from outrider.worker.kv_opening import KvStoreConfig
+from services.orchestrator.config import OrchestratorConfig
 
 SECRET = "p%40ss-word"
 ADDRESS = StoreAddress(f"redis://kv:{SECRET}@store.example:6380/2")
@@ -49,10 +50,11 @@ def test_what_passes_by_itself_and_what_does_not():
     assert is_full(exceptions.OutOfMemoryError()) and not is_full(exceptions.ReadOnlyError())
 
 
-def test_a_password_may_stand_in_a_file_and_is_never_told(tmp_path):
+@pytest.mark.parametrize("of", [KvStoreConfig, OrchestratorConfig])
+def test_a_password_may_stand_in_a_file_and_is_never_told(tmp_path, of):
     path = tmp_path / "password"
     path.write_text("hush-hush\n")
-    config = KvStoreConfig(kv_store_url="redis://kv@h:1", kv_store_password_file=str(path))
+    config = of(kv_store_url="redis://kv@h:1", kv_store_password_file=str(path))
     address = config.kv_store
     assert address.connect().connection_pool.connection_kwargs["password"] == "hush-hush"
     assert address.connect().connection_pool.connection_kwargs["username"] == "kv"
@@ -60,6 +62,7 @@ def test_a_password_may_stand_in_a_file_and_is_never_told(tmp_path):
     assert "hush" not in address.explain(exceptions.ConnectionError("sent hush-hush to h"))
 
 
+@pytest.mark.parametrize("of", [KvStoreConfig, OrchestratorConfig])
 @pytest.mark.parametrize(
     ("url", "content", "said"),
     [
@@ -68,10 +71,10 @@ def test_a_password_may_stand_in_a_file_and_is_never_told(tmp_path):
         ("redis://kv@h", None, "cannot read"),
     ],
 )
-def test_a_password_file_that_cannot_be_meant_is_refused_by_name(tmp_path, url, content, said):
+def test_a_password_file_that_cannot_be_meant_is_refused_by_name(tmp_path, of, url, content, said):
     path = tmp_path / "password"
     if content is not None:
         path.write_text(content)
     with pytest.raises(InvalidArgument, match=said) as refused:
-        _ = KvStoreConfig(kv_store_url=url, kv_store_password_file=str(path)).kv_store
+        _ = of(kv_store_url=url, kv_store_password_file=str(path)).kv_store
     assert refused.value.field == "kv_store_password_file"

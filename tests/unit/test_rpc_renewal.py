@@ -430,6 +430,20 @@ def test_contents_are_compared_not_times(tmp_path):
         assert value.get() == expected
 
 
+def test_what_a_pipe_held_is_there_for_all_who_ask(tmp_path):
+    reading, writing = os.pipe()
+    os.write(writing, b"a-token\n")
+    os.close(writing)
+    try:
+        path = {"token": f"/dev/fd/{reading}"}
+        for _ in range(2):
+            renewed = Renewed(path, lambda contents: contents["token"])
+            renewed._next_look = 0.0
+            assert renewed.get() == b"a-token\n"
+    finally:
+        os.close(reading)
+
+
 def test_a_huge_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 10)
     (tmp_path / "file").write_bytes(b"x" * 11)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Starts a store with two users: outrider, with the rights that its clients need, and keeper, who may
-# ask whether it lives and hand it renewed certificates; and with those of `users`. No password stands
-# in an argument.
+# ask whether it lives and hand it renewed certificates; with orchestrator, where that one has other
+# rights; and with those of `users`. No password stands in an argument.
 set -eu
 umask 077
 etc=/etc/outrider
@@ -15,6 +15,8 @@ printf %s "$keeper" >"$run/keeper"
     cat $etc/config/redis.conf
     echo "user default off"
     echo "user outrider on #$(hash "$(cat $etc/password/password)") $(cat $etc/config/rights)"
+    [ ! -f $etc/config/orchestrator-rights ] || echo "user orchestrator on" \
+        "#$(hash "$(cat $etc/password/orchestrator)") $(cat $etc/config/orchestrator-rights)"
     echo "user keeper on #$(hash "$keeper") -@all +ping +config|set"
     while read -r name rights; do
         [ -z "$name" ] || echo "user $name on #$(hash "$(cat "$etc/users/$name/password")") $rights"

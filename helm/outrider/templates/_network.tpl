@@ -33,7 +33,7 @@
 - ports:
     - port: 6379
   from:
-    {{- range $tier := ternary (list "orchestrator") $values.kvStore.tiers (eq .tier "redis") }}
+    {{- range $tier := ternary (list "orchestrator") (prepend $values.kvStore.tiers "orchestrator") (eq .tier "redis") }}
     {{- include "outrider.peer" (dict "root" $.root "tier" $tier) | nindent 4 }}
     {{- end }}
     {{- with $policy.storeClients }}
@@ -102,7 +102,7 @@
     {{- include "outrider.peer" (dict "root" .root "tier" "orchestrator") | nindent 4 }}
 {{- end }}
 {{- if include "outrider.usesKvStore" . }}
-{{- include "outrider.storeRule" (dict "root" .root "tier" "kvStore") }}
+{{- include "outrider.storeRule" (dict "root" .root "tier" "kvStore" "client" .tier) }}
 {{- end }}
 {{- if and $policy.modelHub (has .tier (list "draft" "target")) }}
 - ports:
@@ -116,7 +116,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The way to a store: a dict of `root` and its `tier`. */}}
+{{/* The way to a store: a dict of `root`, its `tier` and the `client`. */}}
 {{- define "outrider.storeRule" -}}
 {{- $external := (get .root.Values .tier).external }}
 {{- if include "outrider.ownStore" . }}
@@ -126,7 +126,9 @@
     {{- include "outrider.peer" . | nindent 4 }}
 {{- else }}
 - ports:
-    - port: {{ $external.port }}
+    {{- range include "outrider.storePorts" . | fromJsonArray }}
+    - port: {{ . }}
+    {{- end }}
   {{- with $external.peers }}
   to:
     {{- toYaml . | nindent 4 }}

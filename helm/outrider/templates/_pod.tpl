@@ -279,8 +279,9 @@ jwt-ca:
 {{- end }}
 {{- end }}
 {{- include "outrider.storeVolumes" (dict "root" .root "tier" "redis" "folder" "store") }}
-{{- else if include "outrider.usesKvStore" . }}
-{{- include "outrider.storeVolumes" (dict "root" .root "tier" "kvStore" "folder" "kv-store") }}
+{{- end }}
+{{- if include "outrider.usesKvStore" . }}
+{{- include "outrider.storeVolumes" (dict "root" .root "tier" "kvStore" "client" .tier "folder" "kv-store") }}
 {{- end }}
 {{- if and $values.telemetry.otlp.endpoint $values.telemetry.otlp.caSecret }}
 otlp:

@@ -41,12 +41,17 @@
 {{- $settings := dict
   "targets" (include "outrider.address" (dict "root" . "tier" "target"))
   "drafts" (include "outrider.address" (dict "root" . "tier" "draft"))
+  "store_start_timeout_s" .Values.orchestrator.startupSeconds
   "start_timeout_s" .Values.orchestrator.startupSeconds
 -}}
 {{- range $name, $value := include "outrider.storeAccess" (dict "root" . "tier" "redis" "folder" "store") | fromJson -}}
 {{- $_ := set $settings (printf "store_%s" $name) $value -}}
 {{- end -}}
 {{- $settings = merge $settings (include "outrider.callerSettings" . | fromJson) -}}
+{{- $scope := dict "root" . "tier" "orchestrator" -}}
+{{- if include "outrider.usesKvStore" $scope -}}
+{{- $settings = merge $settings (include "outrider.kvStoreSettings" $scope | fromJson) -}}
+{{- end -}}
 {{- if .Values.telemetry.otlp.endpoint -}}
 {{- $_ := set $settings "trace_sample_rate" .Values.telemetry.traces.sampleRate -}}
 {{- $_ := set $settings "trace_every" .Values.telemetry.traces.everyRounds -}}
@@ -72,6 +77,9 @@
 {{- $settings := dict -}}
 {{- if .Values.auth.callers.enabled -}}
 {{- $_ := set $settings "auth_token_file" "/etc/outrider/callers/tokens" -}}
+{{- end -}}
+{{- with .Values.auth.adminCallers -}}
+{{- $_ := set $settings "admin_callers" . -}}
 {{- end -}}
 {{- with .Values.auth.jwt -}}
 {{- if .issuer -}}
@@ -148,7 +156,7 @@
 {{- $_ := set $settings "tls_client_names" (include "outrider.clientNames" . | fromJsonArray) -}}
 {{- end -}}
 {{- if include "outrider.usesKvStore" . -}}
-{{- $settings = merge $settings (include "outrider.kvStoreSettings" .root | fromJson) -}}
+{{- $settings = merge $settings (include "outrider.kvStoreSettings" . | fromJson) -}}
 {{- end -}}
 {{- if eq .tier "target" -}}
 {{- if gt (int $own.group.tensorParallel) 1 -}}
@@ -171,19 +179,21 @@
 {{- toJson $settings -}}
 {{- end -}}
 
-{{/* What a worker is told of the store of KV blocks, as JSON. */}}
+{{/* What a tier is told of the store of KV blocks, as JSON. */}}
 {{- define "outrider.kvStoreSettings" -}}
-{{- $own := .Values.kvStore -}}
-{{- if and (has "target" $own.tiers) (gt (int .Values.target.group.tensorParallel) 1) -}}
+{{- $own := .root.Values.kvStore -}}
+{{- if and (has "target" $own.tiers) (gt (int .root.Values.target.group.tensorParallel) 1) -}}
 {{- fail "kvStore.tiers: KV of a target that is sharded over ranks cannot be kept in a store" -}}
 {{- end -}}
-{{- $settings := dict
-  "kv_store_timeout_s" $own.timeoutSeconds
-  "kv_store_ttl_s" $own.ttlSeconds
-  "kv_store_write_mib_s" $own.writeMibPerSecond
-  "kv_restore" $own.restore
--}}
-{{- range $name, $value := include "outrider.storeAccess" (dict "root" . "tier" "kvStore" "folder" "kv-store") | fromJson -}}
+{{- $settings := dict "kv_store_ttl_s" $own.ttlSeconds -}}
+{{- if eq .tier "orchestrator" -}}
+{{- $_ := set $settings "kv_index_wait_s" $own.indexWaitSeconds -}}
+{{- else -}}
+{{- $_ := set $settings "kv_store_timeout_s" $own.timeoutSeconds -}}
+{{- $_ := set $settings "kv_store_write_mib_s" $own.writeMibPerSecond -}}
+{{- $_ := set $settings "kv_restore" $own.restore -}}
+{{- end -}}
+{{- range $name, $value := include "outrider.storeAccess" (dict "root" .root "tier" "kvStore" "client" .tier "folder" "kv-store") | fromJson -}}
 {{- $_ := set $settings (printf "kv_store_%s" $name) $value -}}
 {{- end -}}
 {{- toJson $settings -}}
