@@ -1,7 +1,8 @@
 """Pin what the images are made of: `make lock` writes docker/locks/*.txt, with hashes, for all
 platforms and Pythons that the images may have.
 
-orchestrator.txt  the dependencies, without the model hub's client and numpy
+orchestrator.txt  the dependencies, without numpy, the model hub's client, and what the asyncio
+                  half of Kubernetes' client needs
 worker.txt        those of a worker, torch itself excepted: the images' argument TORCH names it
 cuda.txt          what CUDA adds to that
 build.txt         what makes the wheel of Outrider
@@ -20,8 +21,12 @@ BUILD = ("pip", "setuptools", "wheel")
 
 # The tokenizers package asks for the hub's client, which it needs to download a tokenizer by name
 # and for nothing else; an orchestrator has its tokenizers from the targets. What needs numpy are
-# workers, and the commands that measure and predict.
-LEFT_OUT = "".join(f"{name}; sys_platform == 'never'\n" for name in ("huggingface-hub", "numpy"))
+# workers, and the commands that measure and predict. Half of Kubernetes' client is for asyncio; it
+# is cut out of the image (cut_kubernetes.py), so that nobody imports aiohttp.
+LEFT_OUT = "".join(
+    f"{name}; sys_platform == 'never'\n"
+    for name in ("huggingface-hub", "numpy", "aiohttp", "aiohttp-retry")
+)
 CUDA = re.compile(r"nvidia-|cuda-|triton\b|humming-kernels|apache-tvm-ffi")
 
 HEADER = "# Written by `make lock`.\n"
@@ -30,7 +35,8 @@ HEADER = "# Written by `make lock`.\n"
 def main() -> None:
     LOCKS.mkdir(exist_ok=True)
     service = [str(ROOT / "pyproject.toml"), "--extra", "telemetry", "--extra", "jwt"]
-    write("orchestrator.txt", resolve(service, overrides=LEFT_OUT))
+    orchestrator = [*service, "--extra", "kubernetes"]
+    write("orchestrator.txt", resolve(orchestrator, overrides=LEFT_OUT))
     worker = [*service, "--extra", "worker", "--extra", "quantised"]
     packages = resolve(worker, constraints=TORCH)
     cuda = {name: text for name, text in packages.items() if CUDA.match(name)}

@@ -24,6 +24,8 @@ COPY services services
 RUN rm -r outrider/assets/demo \
  && /build/bin/pip wheel -q --no-deps --no-build-isolation -w /wheels . \
  && /build/bin/pip --python /opt/outrider/bin/python3 install -q --no-deps --no-compile /wheels/*.whl
+COPY docker/cut_kubernetes.py ./
+RUN /opt/outrider/bin/python3 -B cut_kubernetes.py
 
 FROM ${BASE}
 ARG VERSION=0.0.0
@@ -42,6 +44,7 @@ ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 RUN --mount=type=bind,source=docker/sbom.py,target=/run/sbom.py \
     useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin outrider \
  && python3 -m services.orchestrator --help >/dev/null && outrider --version \
+ && python3 -c 'from services.orchestrator.discovery.kube_api import load_client as f; f()' \
  && python3 /run/sbom.py --name outrider-orchestrator --version "${VERSION}" \
       >/opt/outrider/sbom.cdx.json
 ENV PYTHONDONTWRITEBYTECODE=1

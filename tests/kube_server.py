@@ -220,7 +220,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _watch(self, version: int, label: str) -> None:
         news = self.kube.watch(version, label, self.connection)
         if news is None:
-            status = {"kind": "Status", "code": 410, "message": "too old resource version"}
+            status = {
+                "kind": "Status",
+                "code": 410,
+                "reason": "Expired",
+                "message": "too old resource version",
+            }
             self._start_chunks()
             return self._chunk(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
         ends = time.monotonic() + self.kube.watch_s
@@ -258,6 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, code: int, value: Any) -> None:
         data = json.dumps(value).encode()
         self.send_response(code)
+        if code in (429, 503):
+            self.send_header("Retry-After", "3600")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -17,6 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from kube_server import KubeServer, endpoint, endpoint_slice
 from outrider.errors import InvalidArgument
+from services.orchestrator.discovery import kube_api
 from services.orchestrator.discovery import kubernetes as kubernetes_module
 from services.orchestrator.discovery.endpoints import Endpoint, Endpoints, Standing
 from services.orchestrator.discovery.kube_api import KubeAccess
@@ -142,6 +143,20 @@ async def test_a_pod_of_both_families_or_in_two_slices_is_one(server: KubeServer
         assert all(e.standing is Standing.READY for e in found)
 
 
+async def test_a_slice_of_nothing_or_of_as_much_as_may_be_is_taken(server: KubeServer):
+    nothing = endpoint_slice("one") | {"endpoints": None, "ports": None}
+    server.put(nothing)
+    async with watching(server) as watcher:
+        await until(lambda: watcher.told == [()])
+        ips = [f"10.3.{n // 250}.{n % 250}" for n in range(1000)]
+        full = [endpoint(ip, pod=f"pod-{ip}", zone="a-zone", serving=True) for ip in ips]
+        server.put(endpoint_slice("two", *full))
+        await watcher.sees(*ips)
+        server.put(nothing)
+        await until(lambda: watcher.source.counters["events"] == 2)
+        assert watcher.source.counters["failures"] == 0
+
+
 async def test_long_lists_come_in_pages(server: KubeServer):
     server.page = 7
     ips = [f"10.1.0.{n}" for n in range(1, 31)]
@@ -221,6 +236,31 @@ async def test_a_version_that_is_gone_is_listed_anew(server: KubeServer):
         await watcher.sees(B, C)
 
 
+async def test_a_list_of_which_the_next_page_is_gone_begins_anew(server: KubeServer):
+    server.refuse = 410
+    server.put(endpoint_slice("one", endpoint(A)))
+    async with watching(server) as watcher:
+        await until(lambda: watcher.source.counters["gone"] > 2)
+        server.refuse = 0
+        await watcher.sees(A)
+        assert watcher.source.counters["failures"] == 0
+
+
+async def test_a_connection_that_died_without_a_word_is_made_anew(
+    server: KubeServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kube_api, "_GRACE_S", 0.3 - kube_api._WATCH_S)
+    monkeypatch.setattr(kube_api, "_CONNECT_S", float(kube_api._WATCH_S))
+    server.put(endpoint_slice("one", endpoint(A)))
+    async with watching(server) as watcher:
+        await watcher.sees(A)
+        await until(lambda: watcher.source.counters["watches"] > 2)
+        assert watcher.source.counters["failures"] >= 2
+        server.put(endpoint_slice("two", endpoint(B)))
+        await watcher.sees(A, B)
+        assert watcher.source.counters["lists"] == 1
+
+
 @pytest.mark.parametrize("status", [500, 503, 403, 401, 429])
 async def test_while_the_server_refuses_the_last_known_endpoints_hold(server: KubeServer, status):
     server.put(endpoint_slice("one", endpoint(A)))
@@ -290,6 +330,19 @@ async def test_a_list_that_is_garbage_changes_nothing(server: KubeServer):
         assert watcher.told == []
         server.put(endpoint_slice("one", endpoint(A)))
         await watcher.sees(A)
+
+
+async def test_a_list_beyond_all_bounds_changes_nothing(
+    server: KubeServer, monkeypatch: pytest.MonkeyPatch
+):
+    server.put(endpoint_slice("one", endpoint(A)))
+    with monkeypatch.context() as patch:
+        patch.setattr(kube_api, "_MAX_PAGE_BYTES", 100)
+        async with watching(server) as watcher:
+            await until(lambda: watcher.source.counters["failures"] > 2)
+            assert watcher.told == []
+            patch.undo()
+            await watcher.sees(A)
 
 
 async def test_a_burst_is_told_by_its_end_and_holds_up_nobody(server: KubeServer):

@@ -12,6 +12,7 @@ from outrider.errors import InvalidArgument
 from outrider.rpc.channel import ChannelSecurity
 from services.orchestrator.config import OrchestratorConfig
 from services.orchestrator.discovery import dns as dns_module
+from services.orchestrator.discovery import kube_api
 from services.orchestrator.discovery import watcher as watcher_module
 from services.orchestrator.discovery.dns import DnsSource
 from services.orchestrator.discovery.endpoints import Endpoint, Standing, StaticSource
@@ -70,6 +71,14 @@ def test_what_is_no_address_is_refused_with_what_is_allowed(text):
     with pytest.raises(InvalidArgument, match="kubernetes:///SERVICE") as caught:
         source_of(text, options, field="drafts")
     assert caught.value.field == "drafts"
+
+
+def test_without_its_client_kubernetes_is_refused(monkeypatch):
+    options = DiscoveryOptions(kubernetes=KubeAccess("http://127.0.0.1:1"))
+    monkeypatch.setattr(kube_api.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidArgument, match=r"outrider\[kubernetes\]") as caught:
+        source_of("kubernetes:///targets", options, field="targets")
+    assert caught.value.field == "targets"
 
 
 def test_settings_make_sources_and_kubernetes_needs_a_cluster(monkeypatch):

@@ -1,6 +1,10 @@
 """What images are made of is pinned, and is what pyproject.toml asks for."""
 
+import functools
+import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -32,7 +36,10 @@ def asked(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(
     ("extras", "locks"),
-    [((), ("orchestrator.txt",)), (("worker", "quantised"), ("worker.txt", "cuda.txt"))],
+    [
+        (("kubernetes",), ("orchestrator.txt",)),
+        (("worker", "quantised"), ("worker.txt", "cuda.txt")),
+    ],
     ids=["orchestrator", "worker"],
 )
 def test_every_dependency_is_pinned_as_asked_for(
@@ -64,6 +71,11 @@ def test_nothing_of_a_model_hub_or_of_torch_is_in_the_orchestrator() -> None:
     assert not unwanted & pinned("orchestrator.txt").keys()
 
 
+def test_kubernetes_client_is_the_orchestrators_alone_and_without_its_asyncio_half() -> None:
+    assert "kubernetes" not in pinned("worker.txt")
+    assert not {"aiohttp", "aiohttp-retry", "yarl", "multidict"} & pinned("orchestrator.txt").keys()
+
+
 WITHOUT_NUMPY = """
 import importlib.util
 import sys
@@ -86,6 +98,77 @@ outrider.cli.__main__.build_parser().parse_args(["generate", "x"])
 
 def test_orchestrator_and_command_run_without_what_its_image_has_not() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_NUMPY], check=True, cwd=ROOT, timeout=60)
+
+
+WITH_A_CUT_CLIENT = """
+import asyncio
+import contextlib
+import sys
+import threading
+
+import services.orchestrator.__main__
+from kube_server import KubeServer, endpoint, endpoint_slice
+from services.orchestrator.discovery.kube_api import KubeAccess, SliceApi
+from services.orchestrator.discovery.kubernetes import KubernetesSource
+
+imported_by = []
+
+class Notice:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kubernetes":
+            imported_by.append(threading.current_thread().name)
+
+sys.meta_path.insert(0, Notice())
+
+async def main(server):
+    source = KubernetesSource(KubeAccess(server.url), "targets", "", "")
+    server.put(endpoint_slice("one", endpoint("10.0.0.1")))
+    assert "kubernetes" not in sys.modules
+    async with contextlib.aclosing(source.watch()) as news:
+        assert len(await anext(news)) == 1
+        server.put(endpoint_slice("two", endpoint("10.0.0.2")))
+        assert len(await anext(news)) == 2
+        server.refuse = 403
+        server.disconnect()
+        while not source.counters["failures"]:
+            await asyncio.sleep(0.01)
+        server.refuse = 0
+        server.remove("one")
+        assert len(await anext(news)) == 1
+        server.bookmark()
+        while source.counters["events"] < 2:
+            await asyncio.sleep(0.01)
+        server.silent = True
+        server.disconnect()
+        num_asked = len(server.requests)
+        while len(server.requests) == num_asked:
+            await asyncio.sleep(0.01)
+        SliceApi.hang_up = lambda self: None
+
+with KubeServer() as server:
+    asyncio.run(main(server))
+import kubernetes
+assert kubernetes.__file__.startswith(sys.argv[1]), kubernetes.__file__
+assert imported_by == ["outrider-kubernetes"], imported_by
+assert any(thread.name == "outrider-kubernetes" for thread in threading.enumerate())
+"""
+
+
+def test_discovery_works_with_the_client_as_the_image_has_it(tmp_path: Path) -> None:
+    """It is imported on discovery's thread, and a call that hangs does not hold up the end."""
+    whole = Path(importlib.util.find_spec("kubernetes").origin).parent
+    cut = tmp_path / "kubernetes"
+    shutil.copytree(
+        whole, cut, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    run = functools.partial(subprocess.run, check=True, cwd=tmp_path, timeout=60)
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    script = str(ROOT / "docker" / "cut_kubernetes.py")
+    run([sys.executable, "-B", script, str(cut)], env=os.environ | {"PYTHONPATH": path})
+    assert len(list(cut.rglob("*.py"))) < 100
+    path = os.pathsep.join((str(tmp_path), path))
+    command = [sys.executable, "-B", "-c", WITH_A_CUT_CLIENT, str(tmp_path)]
+    run(command, env=os.environ | {"PYTHONPATH": path})
 
 
 def test_every_pin_has_a_hash() -> None:

@@ -1,21 +1,27 @@
 """Kubernetes' API as far as discovery needs it: EndpointSlices of a service, listed and watched.
 
-Blocking, for a thread of its own. Python's own HTTP client does it: no client package that does
-what is needed here fits into the image (docs/design.md §4 has the figures).
+By the official client, blocking, for a thread of its own. The client takes half a second to import:
+that happens on the thread too, and only where there is something to discover. The orchestrator's
+image has what `load_client` loads of it, and no more (docker/cut_kubernetes.py).
 """
 
 import contextlib
-import http.client
+import functools
+import http
+import importlib.util
 import json
 import socket
-import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from outrider.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kubernetes.client import Configuration, DiscoveryV1Api, V1EndpointSlice
+    from urllib3 import BaseHTTPResponse, HTTPConnectionPool
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 10.0
@@ -26,6 +32,7 @@ _GRACE_S = 15.0
 _PAGE = 500
 _MAX_PAGE_BYTES = 64 << 20
 _MAX_EVENT_BYTES = 4 << 20
+_READ_BYTES = 1 << 16
 
 
 class KubeError(Exception):
@@ -38,6 +45,17 @@ class Gone(KubeError):
 
 class Disconnected(KubeError):
     """The API server cannot be reached, or the connection broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a watch has told."""
+
+    kind: str
+    """ADDED, MODIFIED, DELETED or BOOKMARK."""
+    version: str
+    item: "V1EndpointSlice | None"
+    """None with a bookmark, which tells a version only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,59 +95,80 @@ class KubeAccess:
         return cls(f"https://{host}:{port}", *files, namespace)
 
 
+def check_client(*, field: str) -> None:
+    """Raises InvalidArgument where the client's package is missing; does not import it."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise InvalidArgument(
+            "Kubernetes' API needs the extra `kubernetes`: pip install 'outrider[kubernetes]'",
+            field=field,
+        )
+
+
+def load_client() -> Any:
+    """The client's package, with every module of it that is used here."""
+    import kubernetes.client
+    import kubernetes.watch
+
+    # These are imported when they are first looked at.
+    _ = kubernetes.client.DiscoveryV1Api, kubernetes.client.V1EndpointSliceList
+    return kubernetes
+
+
 class SliceApi:
     """The EndpointSlices of one service. One call at a time; `hang_up` ends it from any thread."""
 
     def __init__(self, access: KubeAccess, namespace: str, service: str) -> None:
         self._access = access
-        self._path = (
-            f"{urlsplit(access.url).path.rstrip('/')}/apis/discovery.k8s.io/v1/namespaces/"
-            f"{quote(namespace, safe='')}/endpointslices"
-        )
-        self._selector = f"kubernetes.io/service-name={service}"
+        self._what = {
+            "namespace": namespace,
+            "label_selector": f"kubernetes.io/service-name={service}",
+        }
         self._socket: socket.socket | None = None
+        """The newest, open or not."""
         self._hung_up = False
 
-    def list(self) -> tuple[list[Any], str]:
+    def list(self) -> "tuple[list[V1EndpointSlice], str]":
         """All slices, and the version of the list. Raises KubeError and its children."""
-        items: list[Any] = []
-        more = ""
-        while True:
-            query = {"limit": _PAGE} | ({"continue": more} if more else {})
-            with self._get(query, _CONNECT_S + _GRACE_S) as response:
-                page = _decode(_read(response))
-            try:
-                items += page["items"] or []
-                version, more = (
-                    page["metadata"]["resourceVersion"],
-                    page["metadata"].get("continue"),
+        items: list[V1EndpointSlice] = []
+        more: str | None = None
+        with self._errors():
+            while True:
+                response = self._slices.list_namespaced_endpoint_slice(
+                    **self._what,
+                    limit=_PAGE,
+                    _continue=more,
+                    _preload_content=False,
+                    _request_timeout=(_CONNECT_S, _CONNECT_S + _GRACE_S),
                 )
-            except (KeyError, TypeError, AttributeError):
-                raise KubeError("a list without items or version") from None
-            if not more:
-                return items, str(version)
+                page = self._slices.api_client.deserialize(
+                    _read(response), "V1EndpointSliceList", "application/json"
+                )
+                items += page.items
+                more = page.metadata.var_continue
+                if not more:
+                    return items, _version(page.metadata.resource_version)
 
-    def watch(self, version: str) -> Iterator[tuple[str, Any]]:
-        """Kinds of events and their objects since a version, until the server has had enough.
+    def watch(self, version: str) -> Iterator[Event]:
+        """What has happened since a version, until the server has had enough.
 
         Raises KubeError and its children.
         """
-        query = {
-            "watch": "true",
-            "resourceVersion": version,
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": _WATCH_S,
-        }
-        with self._get(query, _WATCH_S + _GRACE_S) as response:
-            while line := _read_line(response):
-                event = _decode(line)
-                try:
-                    kind, item = event["type"], event["object"]
-                except (KeyError, TypeError):
-                    raise KubeError("an event without type or object") from None
-                if kind == "ERROR":
-                    raise _error(item.get("code") if isinstance(item, dict) else None, str(item))
-                yield kind, item
+        with self._errors():
+            watch = load_client().watch.Watch()
+            events = watch.stream(
+                _bounded(self._slices.list_namespaced_endpoint_slice),
+                **self._what,
+                resource_version=version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=_WATCH_S,
+                _request_timeout=(_CONNECT_S, _WATCH_S + _GRACE_S),
+            )
+            for event in events:
+                if event is None:
+                    raise KubeError("an event that is no JSON")
+                newer = _version(event["raw_object"]["metadata"]["resourceVersion"])
+                is_bookmark = event["type"] == "BOOKMARK"
+                yield Event(event["type"], newer, None if is_bookmark else event["object"])
 
     def hang_up(self) -> None:
         """End the call that is running, and refuse others."""
@@ -138,87 +177,130 @@ class SliceApi:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
+    @functools.cached_property
+    def _slices(self) -> "DiscoveryV1Api":
+        kubernetes = load_client()
+        client = kubernetes.client.ApiClient(_configuration(self._access))
+        client.user_agent = "outrider"
+        pool = client.rest_client.pool_manager.connection_from_url(client.configuration.host)
+        _notice_sockets(pool, self._opened)
+        return kubernetes.client.DiscoveryV1Api(client)
+
+    def _opened(self, connection: socket.socket) -> None:
+        self._socket = connection
+        if self._hung_up:
+            raise ConnectionAbortedError("hung up")
+
     @contextlib.contextmanager
-    def _get(
-        self, query: Mapping[str, Any], timeout_s: float
-    ) -> Iterator[http.client.HTTPResponse]:
+    def _errors(self) -> Iterator[None]:
+        """What the client raises, as ours."""
+        load_client()
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
         try:
-            connection = self._connect()
-            try:
-                self._socket = connection.sock
-                if self._hung_up:
-                    raise Disconnected("hung up")
-                connection.sock.settimeout(timeout_s)
-                path = f"{self._path}?{urlencode({'labelSelector': self._selector, **query})}"
-                connection.request("GET", path, headers=self._headers())
-                response = connection.getresponse()
-                if response.status != 200:
-                    raise _error(response.status, _reason(response))
-                yield response
-            finally:
-                self._socket = None
-                connection.close()
-        except (OSError, http.client.HTTPException) as error:
+            yield
+        except ApiException as error:
+            raise self._refusal(error.status, _reason(error.body) or str(error.reason)) from None
+        except (OSError, HTTPError) as error:
             why = str(error) or type(error).__name__
             raise Disconnected(f"{self._access.url}: {why}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise KubeError(f"an answer that makes no sense: {why[:300]}") from None
 
-    def _connect(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self._access.url)
-        host, port = str(parts.hostname), parts.port
-        connection: http.client.HTTPConnection
-        if parts.scheme == "https":
-            context = ssl.create_default_context(cafile=self._access.ca_file or None)
-            connection = http.client.HTTPSConnection(
-                host, port or 443, timeout=_CONNECT_S, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(host, port or 80, timeout=_CONNECT_S)
-        connection.connect()
-        return connection
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Accept": "application/json", "User-Agent": "outrider", "Connection": "close"}
-        if self._access.token_file:
-            token = Path(self._access.token_file).read_text().strip()
-            headers["Authorization"] = f"Bearer {token}"
-        return headers
+    def _refusal(self, code: object, reason: str) -> KubeError:
+        if code == 0:  # The client's word for a certificate that does not fit.
+            return Disconnected(f"{self._access.url}: {reason[:300]}")
+        if code == http.HTTPStatus.GONE:
+            return Gone(f"410 {reason[:300]}")
+        hint = ""
+        if code == http.HTTPStatus.FORBIDDEN:
+            hint = "; its service account needs list and watch of endpointslices"
+        return KubeError(f"{code} {reason[:300]}{hint}")
 
 
-def _read(response: http.client.HTTPResponse) -> bytes:
-    data = response.read(_MAX_PAGE_BYTES + 1)
+def _configuration(access: KubeAccess) -> "Configuration":
+    configuration = load_client().client.Configuration(
+        host=access.url.rstrip("/"),
+        ssl_ca_cert=access.ca_file or None,  # Read with each connection.
+        retries=False,  # Whoever calls waits before the next attempt.
+    )
+    if access.token_file:
+
+        def read_token(configuration: "Configuration") -> None:
+            token = Path(access.token_file).read_text().strip()
+            configuration.api_key["BearerToken"] = f"Bearer {token}"
+
+        configuration.api_key["BearerToken"] = ""  # There will be one.
+        configuration.refresh_api_key_hook = read_token  # Called before each request.
+    return configuration
+
+
+def _notice_sockets(pool: "HTTPConnectionPool", opened: Callable[[socket.socket], None]) -> None:
+    """Tell of each connection that a pool makes. The client can stop a watch only once that has
+    begun, and no list."""
+    base: Any = pool.ConnectionCls
+
+    class Noticed(base):  # type: ignore[misc]
+        def connect(self) -> None:
+            super().connect()
+            opened(self.sock)
+
+    pool.ConnectionCls = Noticed
+
+
+def _bounded(call: Callable[..., "BaseHTTPResponse"]) -> Callable[..., "_Lines"]:
+    """The same call, for a watch, that bounds what comes."""
+
+    @functools.wraps(call)  # The watch looks at its signature.
+    def bounded(*args: Any, **kwargs: Any) -> _Lines:
+        return _Lines(call(*args, **kwargs))
+
+    return bounded
+
+
+class _Lines:
+    """A response as a watch reads it, which collects whatever comes until a line ends."""
+
+    def __init__(self, response: "BaseHTTPResponse") -> None:
+        self._response = response
+        self.status = response.status
+        self.close = response.close
+        self.release_conn = response.release_conn
+
+    def stream(self, **options: Any) -> Iterator[bytes]:
+        """Raises KubeError when a line gets too long."""
+        length = 0
+        for data in self._response.stream(**options | {"amt": _READ_BYTES}):
+            end = data.rfind(b"\n")
+            length = length + len(data) if end < 0 else len(data) - end - 1
+            if length > _MAX_EVENT_BYTES:
+                raise KubeError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+            yield data
+
+
+def _read(response: "BaseHTTPResponse") -> str:
+    """Raises KubeError."""
+    try:
+        data = response.read(_MAX_PAGE_BYTES + 1)
+    finally:
+        response.close()  # Where all was read its connection is kept.
     if len(data) > _MAX_PAGE_BYTES:
         raise KubeError(f"a page of more than {_MAX_PAGE_BYTES} bytes")
-    return data
+    return data.decode()
 
 
-def _read_line(response: http.client.HTTPResponse) -> bytes:
-    """The next event, b"" at the end."""
-    line = response.readline(_MAX_EVENT_BYTES + 1)
-    if len(line) > _MAX_EVENT_BYTES:
-        raise KubeError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
-    return line
+def _version(value: object) -> str:
+    """Raises KubeError."""
+    if not isinstance(value, str) or not value:
+        raise KubeError(f"{value!r} is no version")
+    return value
 
 
-def _decode(data: bytes) -> Any:
+def _reason(body: str | None) -> str:
+    """What the server says of a refusal."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        raise KubeError(f"an answer that is no JSON: {data[:80]!r}") from None
-
-
-def _reason(response: http.client.HTTPResponse) -> str:
-    """What the server says of a refusal, cut short."""
-    data = response.read(4096)
-    try:
-        return str(json.loads(data)["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return data[:300].decode("utf-8", "replace")
-
-
-def _error(code: object, reason: str) -> KubeError:
-    if code == http.client.GONE:
-        return Gone(f"410 {reason}")
-    hint = ""
-    if code == http.client.FORBIDDEN:
-        hint = "; its service account needs get, list and watch of endpointslices"
-    return KubeError(f"{code} {reason[:300]}{hint}")
+        return str(json.loads(body or "")["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return body or ""

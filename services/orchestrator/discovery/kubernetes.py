@@ -1,7 +1,8 @@
 """Endpoints from Kubernetes: a list of the service's EndpointSlices, then a watch of their changes.
 
-A thread talks to the API server, so that nothing here ever holds up a round. It hands over the
-newest endpoints only: whoever looks seldom misses what lay in between, and nothing piles up.
+A thread talks to the API server, so that nothing here ever holds up a round, and a call that hangs
+not the process's end. It hands over the newest endpoints only: whoever looks seldom misses what lay
+in between, and nothing piles up.
 """
 
 import asyncio
@@ -12,11 +13,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 from services.orchestrator.discovery.endpoints import Endpoints
 from services.orchestrator.discovery.kube_api import (
     Disconnected,
+    Event,
     Gone,
     KubeAccess,
     KubeError,
@@ -144,26 +145,23 @@ class _Follower:
     def _follow(self) -> None:
         """Watch until the server ends it."""
         self._counters["watches"] += 1
-        for kind, item in self._api.watch(self._version):
-            self._apply(kind, item)
+        for event in self._api.watch(self._version):
+            self._apply(event)
             self._counters["events"] += 1
             self._attempt = 0
             self._succeeded()
 
-    def _apply(self, kind: str, item: Any) -> None:
-        try:
-            version = str(item["metadata"]["resourceVersion"])
-        except (KeyError, TypeError):
-            raise Malformed("an object without a version") from None
-        if kind in ("ADDED", "MODIFIED"):
-            self._known[name_of(item)] = parse(item)
-        elif kind == "DELETED":
-            self._known.pop(name_of(item), None)
-        elif kind != "BOOKMARK":
-            raise Malformed(f"an event of the kind {kind!r}")
-        self._version = version
-        if kind != "BOOKMARK":
+    def _apply(self, event: Event) -> None:
+        if event.item is not None:
+            name = name_of(event.item)
+            if event.kind in ("ADDED", "MODIFIED"):
+                self._known[name] = parse(event.item)
+            elif event.kind == "DELETED":
+                self._known.pop(name, None)
+            else:
+                raise Malformed(f"an event of the kind {event.kind!r}")
             self._publish()
+        self._version = event.version
 
     def _publish(self) -> None:
         endpoints = endpoints_of(self._known.values(), self._port)

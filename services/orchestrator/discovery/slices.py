@@ -5,19 +5,22 @@ While an endpoint moves from one slice to another it may stand in both; on a dua
 pod stands in a slice of each family.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from services.orchestrator.discovery.dns import join
 from services.orchestrator.discovery.endpoints import Endpoint, Endpoints, Standing
+
+if TYPE_CHECKING:
+    from kubernetes.client import V1Endpoint, V1EndpointConditions, V1EndpointSlice
 
 _FAMILIES = ("IPv4", "IPv6")
 """Slices of names (FQDN) are not for pods. A pod with both is reached by the first."""
 
 
 class Malformed(Exception):
-    """What the API server sent is no EndpointSlice."""
+    """An EndpointSlice lacks what it must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +43,25 @@ class Place:
     standing: Standing
 
 
-def name_of(item: Any) -> str:
+def name_of(item: "V1EndpointSlice") -> str:
     """The object's own name. Raises Malformed."""
-    try:
-        name = item["metadata"]["name"]
-    except (KeyError, TypeError):
-        raise Malformed("an object without a name") from None
-    if not isinstance(name, str):
-        raise Malformed("a name that is no text")
+    name = item.metadata and item.metadata.name
+    if not isinstance(name, str) or not name:
+        raise Malformed("an object without a name")
     return name
 
 
-def parse(item: Any) -> Slice:
-    """An EndpointSlice as JSON has it. Raises Malformed."""
-    try:
-        return Slice(
-            family=str(item["addressType"]),
-            ports=tuple(
-                (str(port.get("name") or ""), int(port["port"]))
-                for port in item.get("ports") or ()
-                if port.get("port") is not None and port.get("protocol", "TCP") == "TCP"
-            ),
-            places=tuple(_place(endpoint) for endpoint in item.get("endpoints") or ()),
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise Malformed(f"an EndpointSlice with a fault: {error!r}") from None
+def parse(item: "V1EndpointSlice") -> Slice:
+    """What matters of it. Raises Malformed."""
+    return Slice(
+        family=item.address_type,
+        ports=tuple(
+            (port.name or "", port.port)
+            for port in item.ports or ()
+            if port.port is not None and (port.protocol or "TCP") == "TCP"
+        ),
+        places=tuple(map(_place, item.endpoints or ())),
+    )
 
 
 def endpoints_of(slices: Iterable[Slice], port: str) -> Endpoints:
@@ -90,22 +87,24 @@ def endpoints_of(slices: Iterable[Slice], port: str) -> Endpoints:
     return tuple(found[address] for address in sorted(found))
 
 
-def _place(endpoint: Mapping[str, Any]) -> Place:
-    conditions = endpoint.get("conditions") or {}
+def _place(endpoint: "V1Endpoint") -> Place:
+    if not endpoint.addresses:
+        raise Malformed("an endpoint without an address")
     # All addresses of an endpoint are the same pod's: the first one will do.
     return Place(
-        ip=str(endpoint["addresses"][0]),
-        pod=str((endpoint.get("targetRef") or {}).get("uid") or ""),
-        zone=str(endpoint.get("zone") or ""),
-        standing=_standing(conditions),
+        ip=endpoint.addresses[0],
+        pod=(endpoint.target_ref and endpoint.target_ref.uid) or "",
+        zone=endpoint.zone or "",
+        standing=_standing(endpoint.conditions),
     )
 
 
-def _standing(conditions: Mapping[str, Any]) -> Standing:
+def _standing(conditions: "V1EndpointConditions | None") -> Standing:
     """`ready` unset means yes, `terminating` unset means no."""
-    if conditions.get("terminating"):
+    if conditions is not None and conditions.terminating:
         return Standing.LEAVING
-    return Standing.RESTING if conditions.get("ready") is False else Standing.READY
+    is_resting = conditions is not None and conditions.ready is False
+    return Standing.RESTING if is_resting else Standing.READY
 
 
 def _port_of(item: Slice, wanted: str) -> int | None:

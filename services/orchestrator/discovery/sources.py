@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.errors import InvalidArgument
 from services.orchestrator.discovery.dns import DEFAULT_REFRESH_S, DnsSource
 from services.orchestrator.discovery.endpoints import Source, StaticSource
-from services.orchestrator.discovery.kube_api import KubeAccess
+from services.orchestrator.discovery.kube_api import KubeAccess, check_client
 from services.orchestrator.discovery.kubernetes import KubernetesSource
 
 FORMS = "HOST:PORT, unix:/PATH, dns:///NAME:PORT or kubernetes:///SERVICE[.NAMESPACE][:PORT]"
@@ -45,6 +45,7 @@ def source_of(text: str, options: DiscoveryOptions, *, field: str) -> Source:
     if found := _KUBERNETES.match(text):
         if options.kubernetes is None:
             raise InvalidArgument(f"{text!r}, but no API server is known", field=field)
+        check_client(field=field)
         return KubernetesSource(
             options.kubernetes, found["service"], found["namespace"] or "", found["port"] or ""
         )
