@@ -26,7 +26,7 @@ class Opening(Opener):
         seats = SimpleNamespace(check=lambda: None, take=take)
         return await super().start(REQUEST, SimpleNamespace(seats=seats, tenant="t"))  # type: ignore[arg-type]
 
-    async def _plan(self, *_: Any) -> Any:
+    async def _plan(self, *_: Any, **__: Any) -> Any:
         return None
 
     async def _create(self, *_: Any) -> Any:
