@@ -107,7 +107,9 @@ async def test_hundreds_of_sessions_leave_nothing_behind(
 
             async def settled() -> bool:
                 held = [await rig.info(address) for address in (*rig.targets, *rig.drafts)]
-                return Store.of(server).keys == 0 and not any(info.sessions for info in held)
+                left = Store.of(server).keys, [info.sessions for info in held]
+                print(f"keys and sessions left: {left}")
+                return left[0] == 0 and not any(left[1])
 
             await _many(rig, range(60))  # Warm: pools, caches and arenas have their size.
             await _without_the_store(rig, server)

@@ -125,7 +125,7 @@ async def test_a_store_that_loads_its_data_is_waited_for(
     settings = {"store_timeout_s": 3.0, "store_retry_s": 20.0}
     async with with_store(stack, parts, tmp_path, *options, **settings) as (server, rig):
         with Redis.from_url(server.url) as redis:
-            redis.mset({f"other:{n}": os.urandom(100) for n in range(1000)})
+            redis.mset({f"other:{n}": os.urandom(100) for n in range(3000)})
             redis.bgrewriteaof()  # While it loads what was rewritten, it answers.
             wait(lambda: redis.info("persistence")["aof_base_size"] > 40_000, "it is rewritten")
         stream = await Stream(rig, PROMPT, **LONG).reaches(40)
