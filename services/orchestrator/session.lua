@@ -269,10 +269,8 @@ function operation.renew(_, _, lease_ms)
   if not session then
     return refusal
   end
-  if session.running then
+  if session.running then -- else about to begin, or ended: a life that finish cut stays cut
     hold(lease_ms, session.ttl)
-  else -- about to begin, or ended: that must not lengthen a life that finish cut
-    expire_in(math.max(redis.call('PTTL', meta), lease_ms))
   end
   return { 'ok' }
 end

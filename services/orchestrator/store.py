@@ -292,7 +292,7 @@ class SessionStore:
 
     async def renew(self, fence: Fence) -> None:
         """Renew lease and life of a session in which a generation runs; one that is about to begin
-        or has ended lives as long as it would, and no less than a lease: Fenced, NotFound."""
+        or has ended lives as long as it would: Fenced, NotFound."""
         await self._write(fence, "renew", self._lease_ms)
 
     async def detach(self, fence: Fence, *, keep: bool) -> None:

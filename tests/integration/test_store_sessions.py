@@ -320,10 +320,11 @@ async def test_finish_sets_the_life_left(server: Server, redis: Redis) -> None:
         assert await redis.keys(f"*{fence.session_id}*") == []
 
 
+@pytest.mark.parametrize("lease_s", [1, 100])
 async def test_a_late_renewal_does_not_bring_an_ended_session_back_to_a_long_life(
-    server: Server,
+    server: Server, lease_s: float
 ) -> None:
-    async with open_store(server.url, session_ttl_s=500, linger_s=10, lease_s=1) as store:
+    async with open_store(server.url, session_ttl_s=500, linger_s=10, lease_s=lease_s) as store:
         fence = await create(store)
         await begin(store, fence, [1])
         await store.renew(fence)
