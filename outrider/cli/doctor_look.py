@@ -19,7 +19,7 @@ from outrider.redis_url import parse_redis_url, url_error
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.files import read_file
 from outrider.rpc.status import error_from_rpc
-from outrider.rpc.tls_probe import answers, look_at_certificate
+from outrider.rpc.tls_probe import answers, look_at_certificate, look_at_store_certificate
 from outrider.store_probe import SESSION_RIGHTS, probe_store
 from outrider.trips import Reading, clock_of, measure, unix_us
 from outrider.v1 import diagnosis_pb2, diagnosis_pb2_grpc, facts_pb2
@@ -171,12 +171,8 @@ async def _look_at_store(
         )
     finally:
         await redis.aclose()
-    if url.startswith("rediss://") and tls.ca_file:
-        security = ChannelSecurity(tls.ca_file, tls.cert_file, tls.key_file)
-        place = address.removeprefix("rediss://").partition("/")[0]
-        certificate = await look_at_certificate(place, security, timeout_s=_DOOR_S, http2=False)
-        if certificate is not None:
-            facts.certificate.CopyFrom(certificate)
+    security = ChannelSecurity(tls.ca_file, tls.cert_file, tls.key_file)
+    await look_at_store_certificate(facts, security, timeout_s=_DOOR_S)
     return facts
 
 

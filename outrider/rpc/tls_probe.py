@@ -36,6 +36,19 @@ async def look_at_certificate(
     return await asyncio.to_thread(_look, place, security, timeout_s, http2)
 
 
+async def look_at_store_certificate(
+    facts: facts_pb2.StoreFacts, security: ChannelSecurity, *, timeout_s: float
+) -> None:
+    """Note the certificate of the store that the facts are about, if it is one server with TLS."""
+    scheme, _, rest = facts.address.partition("://")
+    if scheme != "rediss":
+        return
+    place = rest.partition("/")[0]
+    certificate = await look_at_certificate(place, security, timeout_s=timeout_s, http2=False)
+    if certificate is not None:
+        facts.certificate.CopyFrom(certificate)
+
+
 def _look(
     place: tuple[str, int], security: ChannelSecurity, timeout_s: float, http2: bool
 ) -> facts_pb2.CertificateFacts:

@@ -14,10 +14,10 @@ from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.prefill_cost import measure_prefill
 from outrider.errors import InvalidArgument, Unsupported
+from outrider.kv_store.access import KvStoreAccess
 from outrider.kv_store.blocks import KvLayout
 from outrider.kv_store.connection import StoreAddress
 from outrider.kv_store.estimate import PrefillCost
-from outrider.redis_url import parse_redis_url, password_in
 from outrider.worker.kv_blocks import KvBlocks
 from outrider.worker.worker import Worker
 
@@ -25,21 +25,9 @@ AUTO, ALWAYS = "auto", "always"
 
 
 @dataclass(frozen=True)
-class KvStoreConfig:
+class KvStoreConfig(KvStoreAccess):
     """What a worker can be told about the block store."""
 
-    kv_store_url: str = setting(
-        "",
-        help="where KV blocks are kept for other workers: redis://, rediss:// or unix://; best a "
-        "Redis of their own with maxmemory and allkeys-lru. Empty: nowhere",
-        secret=True,
-    )
-    kv_store_password_file: str = setting(
-        "", help="file with that store's password, where its URL holds none"
-    )
-    kv_store_ca: str = setting("", help="PEM CA of that store's certificate")
-    kv_store_cert: str = setting("", help="PEM client certificate for it")
-    kv_store_key: str = setting("", help="PEM key of that certificate")
     kv_store_timeout_s: float = setting(2.0, help="seconds that one step with it may take")
     kv_store_ttl_s: float = setting(3600.0, help="seconds that a block lives after its last use")
     kv_store_write_mib_s: float = setting(64.0, help="MiB of blocks written a second, at most")
@@ -61,18 +49,7 @@ class KvStoreConfig:
         ):
             if not least <= value <= most:
                 raise InvalidArgument(f"{value} is not in [{least:g}, {most:g}]", field=name)
-        return StoreAddress(
-            self.kv_store_url,
-            self.kv_store_ca,
-            self.kv_store_cert,
-            self.kv_store_key,
-            self.kv_store_timeout_s,
-            password_in(
-                self.kv_store_password_file,
-                held=bool(parse_redis_url(self.kv_store_url, field="kv_store_url")[1]),
-                field="kv_store_password_file",
-            ),
-        )
+        return self.kv_store_at(self.kv_store_timeout_s)
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from outrider.engine.loaded_model import LoadedModel
 from outrider.kv_store.connection import RIGHTS
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.machine_facts import machine_facts
-from outrider.rpc.tls_probe import look_at_certificate
+from outrider.rpc.tls_probe import look_at_store_certificate
 from outrider.store_probe import probe_store
 from outrider.v1 import facts_pb2
 from outrider.worker.kv_blocks import KvBlocks
@@ -38,14 +38,8 @@ async def look_at_kv_store(store: KvBlocks, samples: int) -> facts_pb2.StoreFact
         )
     finally:
         await redis.aclose()
-    if address.url.startswith("rediss://"):
-        security = ChannelSecurity(address.ca_file, address.cert_file, address.key_file)
-        place = address.name.removeprefix("rediss://").partition("/")[0]
-        certificate = await look_at_certificate(
-            place, security, timeout_s=_HANDSHAKE_S, http2=False
-        )
-        if certificate is not None:
-            facts.certificate.CopyFrom(certificate)
+    security = ChannelSecurity(address.ca_file, address.cert_file, address.key_file)
+    await look_at_store_certificate(facts, security, timeout_s=_HANDSHAKE_S)
     fetch = store.estimate.fetch
     if fetch is not None and fetch.byte_s > 0:
         facts.read_bytes_per_s = int(1 / fetch.byte_s)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from outrider.config import setting
 from outrider.errors import InvalidArgument
+from outrider.kv_store.access import KvStoreAccess
 from outrider.kv_store.connection import StoreAddress
-from outrider.redis_url import parse_redis_url, password_in
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.server import ServerConfig
 from outrider.telemetry.service import TelemetrySettings
@@ -29,7 +29,7 @@ DIRECT, RELAYED = "direct", "relayed"
 
 
 @dataclass(frozen=True)
-class OrchestratorConfig(ServerConfig):
+class OrchestratorConfig(KvStoreAccess, ServerConfig):
     """Settings of the orchestrator; see `ServerConfig` for those of its server."""
 
     targets: tuple[str, ...] = setting((), help=f"where target workers are: {FORMS}")
@@ -67,12 +67,6 @@ class OrchestratorConfig(ServerConfig):
         "placed itself",
         secret=True,
     )
-    kv_store_password_file: str = setting(
-        "", help="file with that store's password, where its URL holds none"
-    )
-    kv_store_ca: str = setting("", help="PEM CA of that store's certificate")
-    kv_store_cert: str = setting("", help="PEM client certificate for it")
-    kv_store_key: str = setting("", help="PEM key of that certificate")
     kv_store_ttl_s: float = setting(
         3600.0, help="seconds for which a worker's word that it has a prefix is believed"
     )
@@ -232,19 +226,7 @@ class OrchestratorConfig(ServerConfig):
     @property
     def kv_store(self) -> StoreAddress | None:
         """Raises InvalidArgument."""
-        if not self.kv_store_url:
-            return None
-        return StoreAddress(
-            self.kv_store_url,
-            self.kv_store_ca,
-            self.kv_store_cert,
-            self.kv_store_key,
-            password=password_in(
-                self.kv_store_password_file,
-                held=bool(parse_redis_url(self.kv_store_url, field="kv_store_url")[1]),
-                field="kv_store_password_file",
-            ),
-        )
+        return self.kv_store_at()
 
     @property
     def room(self) -> Room:

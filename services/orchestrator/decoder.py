@@ -490,19 +490,10 @@ def stats_of(
 ) -> SpeculationStats:
     """The counts of some rounds; `hits` are the verdicts that an outcome buffer was asked for."""
     guessed = [verdict for verdict in verdicts if verdict.num_guesses]
-    if not guessed:
-        return SpeculationStats(
-            rounds=len(verdicts),
-            plain=len(verdicts),
-            dropped_proposals=dropped_proposals,
-            fallback_rounds=fallback_rounds,
-            buffer_hits=hits.count(True),
-            buffer_misses=hits.count(False),
-        )
     proposed = [verdict.num_guesses for verdict in guessed]
     accepted = [verdict.num_survived for verdict in guessed]
     last = [verdict.sources[-1] for verdict in guessed]
-    positions = range(max(proposed))
+    positions = range(max(proposed, default=0))
     return SpeculationStats(
         rounds=len(verdicts),
         proposed=sum(proposed),

@@ -17,7 +17,7 @@ from outrider.rpc.auth import current_caller
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.machine_facts import machine_facts
 from outrider.rpc.status import abort_with
-from outrider.rpc.tls_probe import answers, look_at_certificate
+from outrider.rpc.tls_probe import answers, look_at_certificate, look_at_store_certificate
 from outrider.trips import DEFAULT_SAMPLES, MAX_SAMPLES, Reading, clock_of, unix_us
 from outrider.v1 import diagnosis_pb2, diagnosis_pb2_grpc, facts_pb2, worker_pb2
 from services.orchestrator.admission import Admission
@@ -109,16 +109,9 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         )
 
     async def _look_at_store(self, samples: int) -> facts_pb2.StoreFacts:
-        facts = await self._store.look(samples, _STORE_S)
-        scheme, _, rest = facts.address.partition("://")
-        if scheme == "rediss":
-            config = self._config
-            security = ChannelSecurity(config.store_ca, config.store_cert, config.store_key)
-            certificate = await look_at_certificate(
-                rest.partition("/")[0], security, timeout_s=_HANDSHAKE_S, http2=False
-            )
-            if certificate is not None:
-                facts.certificate.CopyFrom(certificate)
+        facts, config = await self._store.look(samples, _STORE_S), self._config
+        security = ChannelSecurity(config.store_ca, config.store_cert, config.store_key)
+        await look_at_store_certificate(facts, security, timeout_s=_HANDSHAKE_S)
         return facts
 
     # --- workers ------------------------------------------------------------------------------
