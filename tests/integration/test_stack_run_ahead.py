@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from scipy.stats import chisquare
 
 from outrider.client import collect
 from outrider.types import TokenSource, VerificationMode
+from sampled import check_three_tokens
 from scripted_workers import Parts, Rig, total
 
 pytestmark = [
@@ -114,24 +114,4 @@ async def test_the_distribution_is_the_targets(
     print(f"run-ahead guesses {told}")
     assert told[True] > 50 and told[False] > 5
     prompt = await slow.client.tokenize(PROMPTS[0])
-    expected = {(): float(len(runs))}
-    for _ in range(3):
-        expected = {
-            (*tokens, token): count * p
-            for tokens, count in expected.items()
-            for token, p in likeliest(reference([*prompt, *tokens])[-1], 3)
-        }
-    seen = Counter(one.token_ids[:3] for one in runs)
-    assert set(seen) <= set(expected)
-    often = [tokens for tokens, count in expected.items() if count >= 5]
-    observed, wanted = [seen[t] for t in often], [expected[t] for t in often]
-    assert len(often) >= 6
-    observed.append(len(runs) - sum(observed))
-    wanted.append(len(runs) - sum(wanted))
-    assert chisquare(observed, wanted).pvalue > 1e-4, (seen, expected)
-
-
-def likeliest(log_probs: torch.Tensor, k: int) -> list[tuple[int, float]]:
-    """Tokens with their probabilities, nothing else being possible."""
-    values, token_ids = log_probs.topk(k)
-    return list(zip(token_ids.tolist(), values.double().softmax(0).tolist(), strict=True))
+    check_three_tokens(runs, reference, prompt, top_k=3)

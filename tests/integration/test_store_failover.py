@@ -2,8 +2,7 @@
 what a replica had not got yet is missed."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from outrider.errors import (
     OutriderError,
     Unavailable,
 )
-from outrider.types import Fence, chain_hash
+from outrider.types import Fence
 from services.orchestrator.store import SessionStore
-from services.orchestrator.store_commit import CommitQueue
 from store_fleets import (
     SERVICE,
     ask,
@@ -35,6 +33,7 @@ from store_servers import (
     free_port,
     log_of,
     open_store,
+    queue_of,
     running_link,
 )
 
@@ -55,20 +54,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Ser
         lines = (f"sentinel auth-pass {SERVICE} hunter2", "requirepass hunter3")
         with running_sentinels(folder, first, *lines, password="hunter3") as sentinels:
             yield sentinels, first
-
-
-@contextlib.asynccontextmanager
-async def queue_of(
-    store: SessionStore, **options: float
-) -> AsyncIterator[tuple[Fence, CommitQueue]]:
-    """A queue of a session whose log is [1]."""
-    fence = await create(store)
-    await begin(store, fence, [1])
-    queue = CommitQueue(store, fence, durable_len=1, prefix_hash=chain_hash(0, [1]), **options)
-    try:
-        yield fence, queue
-    finally:
-        await queue.close()
 
 
 async def test_passwords_may_stand_in_files(

@@ -24,7 +24,7 @@ from outrider.errors import (
 from outrider.types import Fence, FinishReason, SessionState, chain_hash, new_session_id
 from services.orchestrator.lease import Lease
 from services.orchestrator.store import SessionStore
-from services.orchestrator.store_commit import FOR_EVER, CommitQueue
+from services.orchestrator.store_commit import FOR_EVER
 from services.orchestrator.store_index import index_key
 from services.orchestrator.store_values import Outcome, StoredSession
 from store_servers import (
@@ -34,6 +34,7 @@ from store_servers import (
     create,
     log_of,
     open_store,
+    queue_of,
     record,
     running_link,
 )
@@ -323,25 +324,6 @@ async def test_the_index_counts_what_lives_and_forgets_it_in_time(
 
 
 # Commit queues of streams that go on without the store
-
-
-@contextlib.asynccontextmanager
-async def queue_of(
-    store: SessionStore, **options: object
-) -> AsyncIterator[tuple[Fence, CommitQueue]]:
-    fence = await create(store)
-    await begin(store, fence, [1])
-    queue = CommitQueue(
-        store,
-        fence,
-        durable_len=1,
-        prefix_hash=chain_hash(0, [1]),
-        **options,  # type: ignore[arg-type]
-    )
-    try:
-        yield fence, queue
-    finally:
-        await queue.close()
 
 
 async def test_a_store_that_lags_is_waited_for_once_until_it_keeps_up(link: Link) -> None:

@@ -1,7 +1,6 @@
 """Redis away, slow, guarded, or losing replies: typed errors in time, and no token lost."""
 
 import asyncio
-import contextlib
 import datetime
 import ipaddress
 import logging
@@ -26,7 +25,7 @@ from outrider.errors import (
     OutriderError,
     Unavailable,
 )
-from outrider.types import Fence, FinishReason, chain_hash, new_session_id
+from outrider.types import Fence, FinishReason, new_session_id
 from services.orchestrator.board import SCRIPT as LEASES
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_client import RIGHTS
@@ -42,6 +41,7 @@ from store_servers import (
     free_port,
     log_of,
     open_store,
+    queue_of,
     running_link,
     running_server,
 )
@@ -63,22 +63,6 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
 async def link(server: Server) -> AsyncIterator[Link]:
     async with running_link(server) as running:
         yield running
-
-
-@contextlib.asynccontextmanager
-async def queue_of(
-    store: SessionStore, **options: float
-) -> AsyncIterator[tuple[Fence, CommitQueue]]:
-    """A queue of a session whose log is [1]."""
-    fence = await create(store)
-    await begin(store, fence, [1])
-    queue = CommitQueue(store, fence, durable_len=1, prefix_hash=chain_hash(0, [1]), **options)
-    try:
-        yield fence, queue
-    finally:
-        await queue.close()
-        names = [task.get_name() for task in asyncio.all_tasks()]
-        assert "commit-queue" not in names
 
 
 # Addresses, TLS, users
