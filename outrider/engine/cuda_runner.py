@@ -23,13 +23,13 @@ from outrider.engine.cuda_drawing import (
     MAX_STEPS,
     DraftLoop,
     DrawBuffers,
-    Inputs,
     LoopRow,
     PassInputs,
     can_draw,
     loop_rows,
     loops,
 )
+from outrider.engine.cuda_inputs import Inputs
 from outrider.engine.cuda_kernels import BLOCK_TOKENS
 from outrider.engine.drawing import has_cuts
 from outrider.engine.kv_pool import KvShape
@@ -205,13 +205,19 @@ class CudaRunner:
     block_tokens: int = BLOCK_TOKENS
     max_stream: int = MAX_STEPS
     _capture_mode = "global"
-    _leaves_distributions = True
-    """Draws by the kernels what `rejection` samples its guesses from too."""
 
     def __init__(
-        self, loaded: LoadedModel, *, num_blocks: int, max_rows: int, max_context: int
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        max_rows: int,
+        max_context: int,
+        leaves_distributions: bool = True,
     ) -> None:
+        """`leaves_distributions`: its kernels draw the guesses of `rejection` too."""
         self.model = loaded.model
+        self._leaves_distributions = leaves_distributions
         self._device = loaded.device
         # Graphs run one at a time, so they share their memory.
         self._memory = torch.cuda.graph_pool_handle()

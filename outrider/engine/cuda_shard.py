@@ -24,7 +24,6 @@ class CudaShard(CudaRunner):
 
     # Threads of NCCL ask the device things while another one captures.
     _capture_mode = "thread_local"
-    _leaves_distributions = False
 
     def __init__(
         self,
@@ -35,7 +34,13 @@ class CudaShard(CudaRunner):
         max_rows: int,
         max_context: int,
     ) -> None:
-        super().__init__(loaded, num_blocks=num_blocks, max_rows=max_rows, max_context=max_context)
+        super().__init__(
+            loaded,
+            num_blocks=num_blocks,
+            max_rows=max_rows,
+            max_context=max_context,
+            leaves_distributions=False,
+        )
         self._group = group
         self._dtype = loaded.dtype
         self._first = group.seat.rank * (loaded.vocab_size // group.seat.size)

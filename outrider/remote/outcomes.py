@@ -120,6 +120,11 @@ class Speculation:
     def speculates(self) -> bool:
         return self.plan.num_speculative_tokens > 0
 
+    @property
+    def asks(self) -> bool:
+        """Whether the draft owes an answer, or has given one that nobody has looked at."""
+        return self._asked is not None
+
     def tune(self, num_speculative_tokens: int, fan_out: int) -> None:
         """Change the plan from the next round on."""
         self.plan = replace(

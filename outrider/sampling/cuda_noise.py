@@ -68,6 +68,33 @@ def _store_pair(line, at, words, count):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _exponential(word):  # type: ignore[no-untyped-def]
+    return -libdevice.log1p(-_uniform(word))
+
+
+@triton.jit
+def _uniform(word):  # type: ignore[no-untyped-def]
     # 2 word + 1 is exact, its conversion the only rounding; 1 - 2^-24 is the largest below 1.
-    uniform = (word * 2 + 1).to(tl.float32) * 1.1641532182693481e-10
-    return -libdevice.log1p(-tl.minimum(uniform, 0.9999999403953552))
+    return tl.minimum((word * 2 + 1).to(tl.float32) * 1.1641532182693481e-10, 0.9999999403953552)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exponentials_of(  # type: ignore[no-untyped-def]
+    seed, position, start, first_block, STREAM: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Exponentials of the 8 BLOCKS tokens from block `first_block` on, of one row's keys."""
+    number = first_block + tl.arange(0, BLOCKS)
+    zero = (number * 0).to(tl.uint64)
+    counter = (number + 1).to(tl.uint64)  # numpy counts up before its first block.
+    position = position.to(tl.uint64) + zero
+    start = start.to(tl.uint64) + zero
+    a, b, c, d = philox_impl(
+        counter, position, start, zero, seed.to(tl.uint64) + zero, zero + STREAM, 10
+    )
+    longs = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    return _exponential(tl.interleave(longs & 0xFFFFFFFF, longs >> 32))
+
+
+@triton.jit
+def _long(word):  # type: ignore[no-untyped-def]
+    """64 bits that lie as two words, the low one first."""
+    return (tl.load(word).to(tl.int64) & 0xFFFFFFFF) | (tl.load(word + 1).to(tl.int64) << 32)

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
-from triton.language.random import philox_impl
 
-from outrider.sampling.cuda_noise import _exponential
+from outrider.sampling.cuda_noise import _exponentials_of, _long
 from outrider.sampling.row_params import ROW_WORDS as ROW_WORDS
 from outrider.sampling.row_params import fill_rows as fill_rows
 from outrider.types import SamplingParams
@@ -137,11 +136,14 @@ def processed_rows(
     params: Tensor,  # [rows, ROW_WORDS] int32
     *,
     cuts: bool = True,
+    out: Tensor | None = None,  # [rows, vocab] float32, contiguous
 ) -> Tensor:  # [rows, vocab] float32
     """`processed_log_probs`: normalised, -inf where cut; a greedy row is a point mass."""
     found = _find_cuts(logits, params, cuts)
     rows, vocab = logits.shape
-    output = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
+    output = out
+    if output is None:
+        output = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     _write[(rows, triton.cdiv(vocab, _BLOCK))](
         logits,
         logits.stride(0),
@@ -594,14 +596,9 @@ def _load(logits, stride, row, ids, vocab):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _noise(words, row, first_block, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Exponentials of 8 BLOCKS tokens, as `noise.exponentials` of the coupled stream (0)."""
-    number = first_block + tl.arange(0, BLOCKS)
-    zero = (number * 0).to(tl.uint64)
-    counter = (number + 1).to(tl.uint64)  # numpy counts up before its first block.
-    seed = _long(words + row * _WORDS + 5).to(tl.uint64) + zero
-    position = _long(words + row * _WORDS + 7).to(tl.uint64) + zero
-    a, b, c, d = philox_impl(counter, position, zero, zero, seed, zero, 10)
-    longs = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-    return _exponential(tl.interleave(longs & 0xFFFFFFFF, longs >> 32))
+    position = _long(words + row * _WORDS + 7)
+    seed = _long(words + row * _WORDS + 5)
+    return _exponentials_of(seed, position, position * 0, first_block, 0, BLOCKS)
 
 
 @triton.jit
@@ -617,8 +614,3 @@ def _top_p(words, row):  # type: ignore[no-untyped-def]
 @triton.jit
 def _log_min_p(words, row):  # type: ignore[no-untyped-def]
     return tl.load(words + row * _WORDS + 4).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _long(word):  # type: ignore[no-untyped-def]
-    return (tl.load(word).to(tl.int64) & 0xFFFFFFFF) | (tl.load(word + 1).to(tl.int64) << 32)

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.random import philox_impl
 
-from outrider.sampling.cuda_noise import _exponential
-from outrider.sampling.cuda_sampler import _WORDS, _long, processed_rows
+from outrider.sampling.cuda_noise import _exponential, _long
+from outrider.sampling.cuda_sampler import _WORDS, processed_rows
 from outrider.sampling.noise import Stream
 from outrider.sampling.sparse import SparseRows, truncate_rows
 from outrider.types import MAX_SPARSE_ENTRIES

@@ -27,6 +27,7 @@ from outrider.engine.shard_runner import ShardRunner
 from outrider.engine.surgery import optimise
 from outrider.errors import InvalidArgument
 from outrider.rpc.server import Server, ServerConfig
+from outrider.telemetry.catalog import DRAFT
 from outrider.telemetry.service import Telemetry
 from outrider.types import MAX_PROPOSAL_TOKENS, new_nonce
 from outrider.worker.crew import Crew
@@ -182,7 +183,7 @@ def _build(
     runner: Runner
     if crew is None or layout.size == 1:
         loaded, limits = load(config, tier_name, config.device)
-        runner = _make_runner(loaded, limits)
+        runner = _make_runner(loaded, limits, leaves_distributions=tier_name == DRAFT)
     else:
         device = device_of(config.device, 0, layout.here)
         group = crew.meet(torch.device(device))
@@ -240,8 +241,13 @@ def _max_rows(asked: int, loaded: LoadedModel) -> int:
     return asked
 
 
-def _make_runner(loaded: LoadedModel, limits: WorkerLimits) -> Runner:
-    """The runner for the model's device, warmed up: no request pays for a first time."""
+def _make_runner(
+    loaded: LoadedModel, limits: WorkerLimits, *, leaves_distributions: bool
+) -> Runner:
+    """The runner for the model's device, warmed up: no request pays for a first time.
+
+    `leaves_distributions`: guesses are drawn by it, by their distributions too.
+    """
     if loaded.device.type == "cuda":
         from outrider.engine.cuda_runner import CudaRunner
 
@@ -250,6 +256,7 @@ def _make_runner(loaded: LoadedModel, limits: WorkerLimits) -> Runner:
             num_blocks=limits.num_blocks,
             max_rows=limits.max_rows,
             max_context=limits.context_length,
+            leaves_distributions=leaves_distributions,
         )
         cuda_runner.warm_up()
         return cuda_runner

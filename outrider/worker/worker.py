@@ -45,7 +45,8 @@ _SILENT = ("cancel", "tune")
 """What has no reply of its own."""
 _IDLE_CHECK_S = 1.0
 _LET_GO_S = 0.0002
-"""Before it works ahead, the worker lets go of the interpreter, for the replies to get out."""
+"""The worker lets go of the interpreter for so long, for messages to get out: replies before it
+works ahead, questions to who is waited for before a pass."""
 _MAX_TIMEOUT_MS = 86_400_000
 _MAX_INLINE_TOKENS = 8192
 _MAX_BULK_BYTES = 64 * 1024
@@ -68,8 +69,9 @@ class Host(Protocol):
     def post(self, action: Callable[[], None]) -> None:
         """Run this on the worker's thread, from any thread."""
 
-    def resume(self, work: Work) -> None:
-        """A work that was to go on later can go on; on the worker's thread."""
+    def resume(self, work: Work, *, asked: bool = False) -> None:
+        """A work that was to go on later can go on; on the worker's thread. `asked`: something was
+        asked of another worker meanwhile, which is to leave before a pass begins."""
 
     @property
     def under_way(self) -> int:
@@ -182,6 +184,8 @@ class Worker:
         )
         self._parked: dict[Key, Work] = {}
         """Work that waits for its next round."""
+        self._asked = False
+        """Something was asked that is to leave before the next pass."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self.run, name="outrider-worker", daemon=True)
         self._queued = 0
@@ -279,11 +283,17 @@ class Worker:
                 if not self._gather():
                     return
                 self._drop_expired()
+                self._let_go()
                 self._step()
             if time.monotonic() >= next_sweep:
                 self._drop_expired()
                 self._close_idle()
                 next_sweep = time.monotonic() + _IDLE_CHECK_S
+
+    def _let_go(self) -> None:
+        if self._asked:
+            self._asked = False
+            time.sleep(_LET_GO_S)
 
     def _patience_s(self) -> float:
         """How long to wait for entries."""
@@ -503,8 +513,9 @@ class Worker:
             return True
         return then is Next.NOW and self._engine.scheduler.go_on(work)
 
-    def resume(self, work: Work) -> None:
+    def resume(self, work: Work, *, asked: bool = False) -> None:
         """A parked work has its next round; on the worker's thread."""
+        self._asked = self._asked or asked
         key = key_of(work.owner.entry.header)
         if self._parked.pop(key, None) is None:
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.config import setting
+from outrider.engine.deciding import Decider, EagerDecider
 from outrider.engine.loaded_model import LoadedModel
 from outrider.remote.metrics import watch_buffers, watch_links
 from outrider.rpc.channel import ChannelSecurity
@@ -153,10 +154,19 @@ def _make_tier(
         drafts=drafts,
         plain_by_plan=_offers_plain_rounds(config, loaded),
         tree_rows=config.tree_rows if loaded.device.type == "cuda" else 0,
+        decider=_make_decider(loaded),
     )
     if telemetry.metrics:
         watch_buffers(telemetry.metrics, lambda: {loaded.name: verifier.buffer_use})
     return verifier
+
+
+def _make_decider(loaded: LoadedModel) -> Decider:
+    if loaded.device.type == "cuda":
+        from outrider.engine.cuda_decider import CapturedDecider
+
+        return CapturedDecider(loaded.vocab_size, loaded.device)
+    return EagerDecider()
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.engine.drawing import log_probs_of, masked, must_go_on
+from outrider.engine.deciding import Decider, EagerDecider, Verified
+from outrider.engine.drawing import must_go_on
 from outrider.engine.rows import Draw
 from outrider.engine.scheduler import Work
 from outrider.engine.sequence import Sequence
@@ -16,7 +17,6 @@ from outrider.sampling import (
     BlockOutcome,
     Chain,
     position_logprobs,
-    verify_blocks,
     verify_tokens,
     verify_tree,
 )
@@ -81,15 +81,18 @@ class Verifier:
         drafts: DraftPool | None = None,
         plain_by_plan: bool = True,
         tree_rows: int = 0,
+        decider: Decider | None = None,
     ) -> None:
         """`drafts` are those that it may ask by itself; without `plain_by_plan` it leaves plain
         rounds in between to the orchestrator. Alternatives are asked for while all who are under
-        way need no more rows of a pass than `tree_rows`; 0: always."""
+        way need no more rows of a pass than `tree_rows`; 0: always. `decider` verifies by
+        distributions."""
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._drafts = drafts
         self._plain_by_plan = plain_by_plan
         self._tree_rows = tree_rows
+        self._decider = decider or EagerDecider()
         self._host: Host | None = None
         self.buffer_use = BufferUse()
 
@@ -142,7 +145,7 @@ class Verifier:
             session,
             self._vocab_size,
             Forecast(self._drafts.seen(plan.address)),
-            lambda chosen: self._resume(work, chosen),
+            lambda chosen: self._resume(work, speculation, chosen),
             self._room_for_alternatives,
             self.buffer_use,
         )
@@ -160,15 +163,19 @@ class Verifier:
 
     @torch.inference_mode()
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+        sampled = [(work, logits) for work, logits in ready if work.drawn is None]
+        if sampled:
+            self._decider.read(
+                [Verified(logits, w.context.spec, w.context.positions) for w, logits in sampled]
+            )
         for work, _ in ready:
             _decide_run_ahead(work.context)
         verdicts = {id(work): _by_draw(work) for work, _ in ready if work.drawn is not None}
-        sampled = [(work, logits) for work, logits in ready if work.drawn is None]
         if sampled:
-            verifications = [work.context for work, _ in sampled]
-            raw = _concatenate([logits for _, logits in sampled])
-            found = _verify_rejection(raw, verifications)
-            verdicts |= {id(work): v for (work, _), v in zip(sampled, found, strict=True)}
+            chains = [_chain(work.context) for work, _ in sampled]
+            outcomes = self._decider.decide(chains)
+            for (work, _), chain, outcome in zip(sampled, chains, outcomes, strict=True):
+                verdicts[id(work)] = _by_outcome(work.context, chain, outcome)
         for work, logits in ready:
             work.context.verdict = _with_logprobs(verdicts[id(work)], work.context, logits)
         return [
@@ -216,10 +223,11 @@ class Verifier:
         if self._drafts is not None:
             self._drafts.forget(key)
 
-    def _resume(self, work: Work, chosen: Chosen) -> None:
+    def _resume(self, work: Work, speculation: Speculation, chosen: Chosen) -> None:
         if self._host is not None:
             self._next_round(work, chosen.proposal, chosen.report)
-            self._host.resume(work)
+            # The draft is what the session waits for, so its next question comes first.
+            self._host.resume(work, asked=speculation.asks)
 
     def _next_round(self, work: Work, proposal: Proposal, report: DraftReport | None) -> None:
         """Make a work whose verdict is in its log verify a proposal after it."""
@@ -300,14 +308,6 @@ def _chain(round_: _Verification) -> Chain:
     )
 
 
-def _verify_rejection(logits: Tensor, verifications: list[_Verification]) -> list[Verdict]:
-    chains = [_chain(verification) for verification in verifications]
-    logits = masked(logits, [(v.spec, position) for v in verifications for position in v.positions])
-    specs = [(v.spec.sampling, len(v.positions)) for v in verifications]
-    outcomes = verify_blocks(log_probs_of(logits, specs), chains)
-    return list(map(_by_outcome, verifications, chains, outcomes))
-
-
 def _by_outcome(round_: _Verification, chain: Chain, outcome: BlockOutcome) -> Verdict:
     num_accepted = min(outcome.num_accepted, len(round_.proposal))
     round_.accepted = range(num_accepted)
@@ -326,7 +326,3 @@ def _with_logprobs(verdict: Verdict, verification: _Verification, logits: Tensor
         return verdict
     rows = logits[verification.rows]  # [tokens, vocab]
     return replace(verdict, logprobs=tuple(position_logprobs(rows, verdict.token_ids, top)))
-
-
-def _concatenate(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
