@@ -2,7 +2,8 @@
 
 Without fan-out a draft is asked after each verdict, and the session waits for the answer. With it
 the draft prepares, while a block is being verified, the next proposal for the likeliest outcomes
-(the outcome buffer); the verdict selects one at once, and where none fits the round is a plain one.
+(the outcome buffer); the verdict selects one at once. Where none fits the round is a plain one, or
+the session asks after all and waits, if a pass costs so much more than a proposal that this pays.
 This is the same at a target that goes on by itself and at an orchestrator that asks between two
 verifications. At the target one more thing is possible, where guesses travel with distributions and
 answers mostly come in time: one of the outcomes is a run-ahead guess, and if it is there when the
@@ -18,6 +19,7 @@ from typing import Protocol
 from outrider.errors import DeadlineExceeded, OutriderError, Unsupported
 from outrider.remote.asking import Answer, Ask, Asked
 from outrider.speculation.forecast import Forecast
+from outrider.speculation.misses import AnswerTime, Pace, pays_to_wait
 from outrider.token_log import TokenLog
 from outrider.types import (
     MAX_ALTERNATIVES,
@@ -115,6 +117,11 @@ class Speculation:
     _waiting_since: float = 0.0
     _dropped: int = 0
     """Run-ahead guesses of the answer at hand that were of no use."""
+    _pace: Pace = field(default_factory=Pace)
+    _answer_time: AnswerTime = field(default_factory=AnswerTime)
+    _missed: int | None = None
+    """The outcomes that were prepared at the place of the verdict whose round waits, none of which
+    it was; None: the round waits for its first answer."""
 
     @property
     def speculates(self) -> bool:
@@ -159,6 +166,7 @@ class Speculation:
         asked, self._asked = self._asked, None
         self._log = log
         self.forecast.saw(verdict)
+        self._pace.emitted(len(verdict.token_ids))
         if self._length(len(log)) == 0:
             if asked is not None:
                 self.draft.cancel()
@@ -170,16 +178,19 @@ class Speculation:
         if asked is None:
             length = self._length(len(log))
             asked = self._ask(Ask(length, num_alternatives=self._num_alternatives(length)))
-        if asked.answer is not None:
-            return self._select(asked.ask, asked.answer, verdict)
-        self._asked, self._open, self._waiting_since = asked, verdict, time.monotonic()
-        return None
+        self._waiting_since = time.monotonic()
+        if asked.answer is None:
+            self._asked, self._open = asked, verdict
+            return None
+        chosen = self._select(asked.ask, asked.answer, verdict)
+        self._open = verdict if chosen is None else None
+        return chosen
 
     def end(self) -> None:
         """No further round comes."""
         if self._asked is not None and self._asked.answer is None:
             self.draft.cancel()
-        self._asked = self._open = None
+        self._asked = self._open = self._missed = None
 
     def _length(self, base_len: int) -> int:
         """Guesses after a base: not more than could be emitted before the last token."""
@@ -205,18 +216,25 @@ class Speculation:
         return asked
 
     def _arrived(self, asked: Asked) -> None:
-        answer = asked.answer
-        if self._asked is asked and self._open is not None and answer is not None:
-            verdict, self._open, self._asked = self._open, None, None
-            wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
+        answer, verdict = asked.answer, self._open
+        if self._asked is asked and verdict is not None and answer is not None:
+            self._asked = None
             chosen = self._select(asked.ask, answer, verdict)
+            if chosen is None:
+                return
+            self._open = None
+            wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
             trip_us = min(answer.trip_us, wait_us)
             report = replace(chosen.report, wait_us=wait_us, trip_us=trip_us)
             self.resume(replace(chosen, report=report))
 
-    def _select(self, ask: Ask, answer: Answer, verdict: Verdict) -> Chosen:
+    def _select(self, ask: Ask, answer: Answer, verdict: Verdict) -> Chosen | None:
+        """What comes of an answer; None: another question takes its place, and is waited for."""
         report = DraftReport(asked=ask.num_tokens, dropped=self._dropped)
         self._dropped = 0
+        if self._missed is not None:
+            report = replace(report, hit=False, prepared=self._missed)
+            self._missed = None
         if answer.proposed is None:
             late = isinstance(answer.error, DeadlineExceeded)
             return Chosen(report=replace(report, failed=True, dropped=int(late)))
@@ -227,22 +245,43 @@ class Speculation:
             compute_us=spent.compute_us,
             took_us=answer.trip_us,
         )
+        self._answer_time.took(answer.trip_us / 1e6, ahead=bool(ask.fan_out))
         try:
-            if not ask.fan_out:
-                return Chosen(self._take(answer.proposed.proposal, ask), report)
-            prepared = ask.fan_out[verdict.num_accepted]
-            rank, message = _find(answer.proposed, verdict)
-            self.forecast.found(verdict, rank, prepared)
-            outcomes = len(answer.proposed.outcomes)
-            self.use.count(outcomes, ask.num_tokens, hit=message is not None)
-            proposal = self._take(message, ask) if message is not None else _NOTHING
+            if ask.fan_out:
+                return self._among(ask, answer.proposed, verdict, report)
+            proposal = self._take(answer.proposed.proposal, ask)
         except OutriderError as error:
             logger.warning("proposal dropped: %s", error)
             dropped = report.dropped + 1
             return Chosen(report=replace(report, failed=True, dropped=dropped))
         self._prepare(self._log, proposal)
-        hit = rank is not None
-        return Chosen(proposal, replace(report, hit=hit, prepared=prepared, rank=rank or 0))
+        return Chosen(proposal, report)
+
+    def _among(
+        self, ask: Ask, proposed: worker_pb2.Proposed, verdict: Verdict, report: DraftReport
+    ) -> Chosen | None:
+        """The proposal for the outcome that a verdict is. Raises OutriderError for one that cannot
+        be taken."""
+        prepared = ask.fan_out[verdict.num_accepted]
+        rank, message = _find(proposed, verdict)
+        self.forecast.found(verdict, rank, prepared)
+        self.use.count(len(proposed.outcomes), ask.num_tokens, hit=message is not None)
+        if message is None and self._waits():
+            self._missed = prepared
+            self._asked = self._ask(Ask(self._length(len(self._log))))
+            return None
+        proposal = self._take(message, ask) if message is not None else _NOTHING
+        self._prepare(self._log, proposal)
+        report = replace(report, hit=rank is not None, prepared=prepared, rank=rank or 0)
+        return Chosen(proposal, report)
+
+    def _waits(self) -> bool:
+        """Whether it pays to ask for a proposal after a miss."""
+        length, rate = self._length(len(self._log)), self._pace.tokens_per_s
+        draft_s = self._answer_time.seconds
+        if not length or rate is None or draft_s is None:
+            return False
+        return pays_to_wait(self.forecast.expected_tokens(length), rate, draft_s)
 
     def _take(self, message: common_pb2.Proposal, ask: Ask) -> Proposal:
         """What a draft has sent, checked, and no more of it than was asked for and may be."""

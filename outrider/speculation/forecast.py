@@ -47,6 +47,10 @@ class Forecast:
         less than the likeliest token, which the target's own more often is."""
         return self._punctuality.share >= 0.5
 
+    def expected_tokens(self, length: int) -> float:
+        """Of a round with so many guesses, its own token included."""
+        return self._acceptance.expected_tokens(length)
+
     def answered(self, *, in_time: bool) -> None:
         """A pass is over, and the answer that was asked for meanwhile was there or not."""
         self._punctuality.observe(in_time=in_time)

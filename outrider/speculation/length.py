@@ -166,7 +166,8 @@ class _Ahead:
     """Plans whose draft works while the target verifies, for k = 1, 2, … in this order.
 
     On a hit a round takes as long as the slower of the two. On a miss plain rounds follow until
-    one ends in an outcome that the draft has prepared in the meantime.
+    one ends in an outcome that the draft has prepared in the meantime, or the draft is waited for,
+    whichever is worth more.
     """
 
     def __init__(self, offer: Offer, costs: RoundCosts) -> None:
@@ -183,13 +184,17 @@ class _Ahead:
         verify_s += self._costs.overlap_s
         fan_out, rate, seconds = 0, 0.0, 0.0
         for outcomes, hit in self._hits(k):
-            miss = 1.0 - hit * offer.hit_scale
-            miss = miss / self._found[min(outcomes, MAX_RANKS) - 1] if miss > 0.0 else 0.0
+            missed = max(1.0 - hit * offer.hit_scale, 0.0)
+            plain = missed / self._found[min(outcomes, MAX_RANKS) - 1]
             ready_s = draft_s + (outcomes - 1) * offer.outcome_s
-            round_s = (ready_s if ready_s > verify_s else verify_s) + miss * miss_s
-            tokens_per_s = (net + miss) / round_s if round_s > 0.0 else 0.0
-            if tokens_per_s > rate:
-                fan_out, rate, seconds = outcomes, tokens_per_s, round_s
+            hit_s = ready_s if ready_s > verify_s else verify_s
+            for tokens, round_s in (
+                (net + plain, hit_s + plain * miss_s),
+                (net, hit_s + missed * draft_s),
+            ):
+                tokens_per_s = tokens / round_s if round_s > 0.0 else 0.0
+                if tokens_per_s > rate:
+                    fan_out, rate, seconds = outcomes, tokens_per_s, round_s
         return Plan(k, fan_out, rate, seconds)
 
     def _hits(self, k: int) -> list[tuple[int, float]]:

@@ -7,10 +7,12 @@ and luck are drawn from a seed; the policies are the controllers that serve.
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.speculation.acceptance import expected_tokens
 from outrider.speculation.fan_out import FanOut, RankCounts
 from outrider.speculation.length import Mode
+from outrider.speculation.misses import Pace, pays_to_wait
 from outrider.speculation.observation import Observation
 from outrider.speculation.processes import AcceptanceProcess
 from outrider.speculation.world import Load, MakePolicy, Policy, Result, Surroundings, World
@@ -50,6 +52,7 @@ class _Session:
     queued_at: float = 0.0
     compute_s: float = 0.0
     prompt_rows: int = 0
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def context_len(self) -> int:
@@ -132,8 +135,14 @@ class _Simulation:
             session.drafting_until = ready
         else:
             session.hit = self._hit(session)
-            session.length = min(session.asked, session.prepared_length) if session.hit else 0
-            ready = max(ready, session.prepared_at) if session.hit else ready
+            if session.hit:
+                session.length = min(session.asked, session.prepared_length)
+                ready = max(ready, session.prepared_at)
+            elif self._waits(session):
+                ready = max(ready, session.prepared_at) + self._draft_s(session, session.asked, 1)
+                session.drafting_until = ready
+            else:
+                session.length = 0
         session.waited_s = ready - self._now
         self._at(ready, lambda: self._enqueue(session))
 
@@ -141,6 +150,16 @@ class _Simulation:
         """Whether what came was prepared; a miss is prepared for anew, from what came."""
         assert session.prepared is not None
         return session.rng.random() < session.prepared.hit_probability
+
+    def _waits(self, session: _Session) -> bool:
+        """Whether a session that met none of its outcomes waits for the draft, as a real one whose
+        forecast is right."""
+        rate = session.pace.tokens_per_s
+        if rate is None:
+            return False
+        rates = _at_least(session.process.rates_at(session.tokens), session.asked)
+        draft_s = self._world.draft.predict(session.asked) + 2.0 * self._world.delay_s
+        return pays_to_wait(expected_tokens(rates), rate, draft_s)
 
     def _enqueue(self, session: _Session) -> None:
         session.queued_at = self._now
@@ -200,6 +219,7 @@ class _Simulation:
             emitted = min(accepted + 1, session.process.num_tokens - session.tokens)
             session.policy.observe(self._observation(session, accepted, rows))
             session.tokens += emitted
+            session.pace.emitted(emitted, self._now)
             self._result.tokens += emitted
             session.round_began = self._now
             if session.tokens < session.process.num_tokens:

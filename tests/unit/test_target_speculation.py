@@ -60,6 +60,8 @@ class Drafts:
         self.proposals = {}
         self.answers = {}
         self.arrival = None
+        self.trip_s = 1000.0
+        """What an answer says that it took: so long that no round is worth waiting for it."""
         self.verdicts = 0
         self.verdict_came = threading.Condition()
 
@@ -117,7 +119,7 @@ class Drafts:
                 found = Answer(error=spoilt)
             else:
                 assert reply.HasField("proposed"), reply
-                found = Answer(reply.proposed)
+                found = Answer(reply.proposed, trip_us=int(self.trip_s * 1e6))
                 self.proposals[base_len] = proposal_of(reply)
                 self.answers[base_len] = found.proposed
                 if self.damage:
@@ -231,6 +233,49 @@ def test_output_is_that_of_plain_decoding(make_rig, mode, fan_out):
         assert fan_out > 8 or rig.hits.count(False) > 0
     else:
         assert rig.hits.count(None) == len(rig.hits)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_a_miss_asks_again_where_the_draft_is_quick(make_rig, mode):
+    """Then no round is a plain one, but the first and those before the pace is known."""
+    waiting, hasty = make_rig(SPECS[mode]), make_rig(SPECS[mode])
+    waiting.drafts.trip_s = 0.0
+    options = {"fan_out": 2, "rounds": 200, "end_len": len(PROMPT) + 150}
+    tokens, _ = waiting.run(**options)
+    assert len(tokens) == 150
+    if mode != "rejection":
+        assert tokens == plain(make_rig, SPECS[mode], 150)
+    hasty.run(**options)
+    for rig in (waiting, hasty):
+        assert rig.hits.count(False) > 5 and rig.hits.count(True) > 3
+    missed = [
+        (verdict.num_proposed > 0, report.wait_us > 0)
+        for verdict, report in zip(waiting.verdicts, waiting.reports, strict=True)
+        if report.hit is False
+    ]
+    assert missed.count((True, True)) >= len(missed) - 3
+    plain_rounds = [v for v, r in zip(hasty.verdicts, hasty.reports, strict=True) if r.hit is False]
+    assert all(verdict.num_proposed == 0 for verdict in plain_rounds)
+    assert len(waiting.verdicts) < len(hasty.verdicts)
+    asks = [ask for _, ask in waiting.drafts.asks if not ask.fan_out]
+    assert len(asks) == missed.count((True, True))
+
+
+def test_a_draft_that_fails_after_a_miss_leaves_a_plain_round(make_rig):
+    rig = make_rig()
+    rig.drafts.trip_s = 0.0
+    answered_after_a_miss = []
+
+    def spoil(number):
+        if rig.drafts.asks[-1][1].fan_out:
+            return None
+        answered_after_a_miss.append(number)
+        return DeadlineExceeded("too late")
+
+    rig.drafts.spoil = spoil
+    tokens, _ = rig.run(fan_out=2)
+    assert tokens == plain(make_rig, GREEDY, 40) and answered_after_a_miss
+    assert [r.failed for r in rig.reports].count(True) == len(answered_after_a_miss)
 
 
 def with_proposals(rig):
