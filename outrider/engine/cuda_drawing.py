@@ -36,14 +36,11 @@ MAX_SPARSE_ROWS = 64
 
 
 def can_draw(draw: Draw) -> bool:
-    """Whether the kernels draw this: nothing masked (min_tokens), and where no distributions are
-    left, branches whose tokens are among the candidates, of which one can be the token that
-    stands."""
+    """Whether the kernels draw this: nothing masked (min_tokens), and branches whose tokens are
+    among the candidates, of which one can be the token that stands."""
     masked = draw.spec.stop_ids and must_go_on(draw.spec, draw.base_len)
     if masked or draw.steps + bool(draw.branches) > MAX_STEPS:
         return False
-    if draw.spec.uses_distributions:
-        return True
     ranks = all(branch.rank < MAX_OTHERS for branch in draw.branches)
     return ranks and draw.alternatives <= MAX_OTHERS
 
@@ -71,13 +68,13 @@ class PassInputs:
 class DrawBuffers:
     """What was drawn: by the last pass, and in each step of a loop.
 
-    The picks are one of each row of logits, or its CANDIDATES. `others` are the candidates after
-    each pick of the history, in a loop that keeps them.
+    The picks are one of each row of logits, or its CANDIDATES, or both. `others` are the
+    candidates after each pick of the history, in a loop that keeps them.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         # A branch begins at any candidate, and a loop reads on from there.
-        size = max_rows * CANDIDATES + MAX_OTHERS
+        size = max_rows * (1 + CANDIDATES) + MAX_OTHERS
         self.picks = torch.zeros(size, dtype=torch.int64, device=device)
         self.history = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64, device=device)
         self._on_host = torch.zeros(MAX_STEPS, max_rows, dtype=torch.int64).pin_memory()
@@ -96,9 +93,9 @@ class DrawBuffers:
             for _ in range(MAX_STEPS)
         ]
 
-    def read_picks(self, count: int, candidates: int) -> list[list[int]]:
+    def read_picks(self, count: int, each: int) -> list[list[int]]:
         """So many picks of each of the last pass's rows; waits for the device."""
-        total = count * candidates
+        total = count * each
         self._on_host.view(-1)[:total].copy_(self.picks[:total], non_blocking=True)
         self._arrived[0].record()
         self._arrived[0].synchronize()

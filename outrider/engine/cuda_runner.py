@@ -134,8 +134,8 @@ class _Bucket:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.draw_graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         """By whether tokens are cut off, and the candidates of a row."""
-        self.sparse_graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        """Draws that leave distributions; by whether tokens are cut off."""
+        self.sparse_graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
+        """Draws that leave distributions; by whether tokens are cut off, and are ranked."""
         self.logits: Tensor | None = None
         # Rows of a pass that was never filled, in warm-up, belong nowhere.
         self.host["slots"][:] = -1
@@ -369,20 +369,18 @@ class CudaRunner:
         return Output(logits, drawn, after_branches if works_on else None)
 
     def _run_sparse(self, batch: Tokens[Rows], cuts: bool) -> Output:
-        """A pass whose draws leave distributions, and their further passes.
-
-        The tokens that branches begin with are ranked by the host; all that is drawn is drawn by
-        the device.
-        """
+        """A pass whose draws leave distributions, and their further passes."""
         logits = self._run_rows(batch)
         bucket = self.bucket_for(sum(len(rows.token_ids) for rows in batch))
-        self._draw_sparse(bucket, cuts)
+        ranked = any(rows.draw.branches for rows in batch if rows.draw)
+        self._draw_sparse(bucket, cuts, ranked)
         buffers = self._buffers
         buffers.keep_sparse(0)
-        picks = buffers.read_picks(len(logits), 1)
+        picks = buffers.read_picks(len(logits), 1 + CANDIDATES if ranked else 1)
         given = [each for (each,) in buffers.read_sparse(1, len(logits))]
-        own = [Drawn([pick], [kept]) for (pick,), kept in zip(picks, given, strict=True)]
-        drawn, chains = drawing.start_sparse(batch, logits, own, self.block_tokens)
+        own = [Drawn([pick], [kept]) for (pick, *_), kept in zip(picks, given, strict=True)]
+        likeliest = [others for _, *others in picks]
+        drawn, chains = drawing.start_sparse(batch, own, likeliest, self.block_tokens)
         going = [
             LoopRow(
                 chain.draw.spec.sampling,
@@ -414,20 +412,26 @@ class CudaRunner:
                 chain.drawn.distributions += sparse[: chain.left]
         return Output(logits, drawn)
 
-    def _draw_sparse(self, bucket: _Bucket, cuts: bool) -> None:
-        """Pick at every row of logits of the pass that has just run, and leave its distribution."""
-        graph = bucket.sparse_graphs.get(cuts)
+    def _draw_sparse(self, bucket: _Bucket, cuts: bool, ranked: bool = False) -> None:
+        """Pick at every row of logits of the pass that has just run, and leave its distribution; if
+        `ranked` its CANDIDATES likeliest tokens stand behind each pick."""
+        graph = bucket.sparse_graphs.get((cuts, ranked))
         if graph is None:
-            self._pick_sparse(bucket, cuts)
+            self._pick_sparse(bucket, cuts, ranked)
         else:
             graph.replay()
 
-    def _pick_sparse(self, bucket: _Bucket, cuts: bool) -> None:
+    def _pick_sparse(self, bucket: _Bucket, cuts: bool, ranked: bool) -> None:
         if bucket.logits is None:
             raise RuntimeError("nothing was computed yet")
         inputs = bucket.inputs
-        drawn = sample_sparse(bucket.logits, inputs.params, inputs.round_starts, cuts=cuts)
-        self._note(drawn.picks)
+        drawn = sample_sparse(
+            bucket.logits, inputs.params, inputs.round_starts, cuts=cuts, ranked=ranked
+        )
+        columns = [drawn.picks[:, None]]
+        if drawn.likeliest is not None:
+            columns.append(drawn.likeliest)
+        self._note(torch.cat(columns, 1))
         self._buffers.sparse[: len(drawn.packed)].copy_(drawn.packed)
 
     def _draw(self, bucket: _Bucket, cuts: bool, candidates: int = 1) -> None:
@@ -453,7 +457,7 @@ class CudaRunner:
         sample = sample_rows if candidates == 1 else sample_candidates
         return sample(logits, params, cuts=cuts).view(len(logits), candidates)
 
-    def _note(self, picks: Tensor) -> None:  # [rows, candidates] int64
+    def _note(self, picks: Tensor) -> None:  # [rows, picks of each] int64
         self._buffers.picks[: picks.numel()].copy_(picks.flatten())
 
     @torch.inference_mode()
@@ -518,12 +522,12 @@ class CudaRunner:
             with self._capturing(graph):
                 self._pick(bucket, cuts, candidates)
         if self._leaves_distributions and bucket.rows <= MAX_SPARSE_ROWS:
-            for cuts in (False, True):
-                self._pick_sparse(bucket, cuts)
+            for cuts, ranked in itertools.product((False, True), repeat=2):
+                self._pick_sparse(bucket, cuts, ranked)
                 torch.cuda.synchronize()
-                graph = bucket.sparse_graphs[cuts] = torch.cuda.CUDAGraph()
+                graph = bucket.sparse_graphs[cuts, ranked] = torch.cuda.CUDAGraph()
                 with self._capturing(graph):
-                    self._pick_sparse(bucket, cuts)
+                    self._pick_sparse(bucket, cuts, ranked)
         # A loop of one token, for its kernels to be compiled: it copies a block onto itself.
         for candidates in (1, CANDIDATES):
             only = LoopRow(SamplingParams(), [0], 0, 1, 1, copied=(0, 0))

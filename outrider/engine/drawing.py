@@ -89,12 +89,13 @@ class Chain:
 
 def start_sparse(
     batch: Tokens[Rows],
-    logits: Tensor,  # [logits rows of all, vocab]
     own: Tokens[Drawn],
+    likeliest: Tokens[list[int]],
     block_tokens: int,
 ) -> tuple[list[Drawn | None], list[tuple["Chain", tuple[int, int] | None]]]:
-    """Of a batch that leaves distributions, once a guess at every row of logits is drawn (`own`):
-    what each entry has drawn, and where its draws go on, with the KV block to copy before."""
+    """Of a batch that leaves distributions, once a guess at every row of logits is drawn (`own`),
+    and if there are branches its `likeliest` tokens are known: what each entry has drawn, and where
+    its draws go on, with the KV block to copy before."""
     drawn = [Drawn() if rows.draw else None for rows in batch]
     items = _entries(batch, drawn, branching=True)
     firsts = dict(zip(map(id, batch), _first_rows(batch), strict=True))
@@ -112,7 +113,13 @@ def start_sparse(
             result.distributions += each.distributions
         going.append((Chain(draw, result, rows.blocks, draw.base_len, draw.steps - 1), None))
     if items:
-        ranked = iter(_candidates(_rows_of(batch, logits, [i[0] for i in items]), items, ahead))
+        rows_of = [
+            list(likeliest[firsts[id(rows)] : firsts[id(rows)] + rows.num_logits])
+            for rows, _, _ in items
+        ]
+        for number, place, token in _taken(items, ahead):
+            rows_of[number][place] = [other for other in rows_of[number][place] if other != token]
+        ranked = iter(itertools.chain.from_iterable(rows_of))
         going += _branch_chains(items, ranked, ahead, block_tokens)
     return drawn, going
 
@@ -259,21 +266,27 @@ def _candidates(
         (draw.spec, draw.base_len + i) for entry, draw, _ in items for i in range(entry.num_logits)
     ]
     scores = _scores(masked(logits, rows), rows)
-    taken: list[tuple[int, int]] = []
-    first = 0
-    for entry, _, _ in items:
-        standing = entry.token_ids[len(entry.token_ids) - entry.num_logits + 1 :]
-        taken += enumerate(standing, first)
-        for place in range(entry.num_logits):
-            if own := ahead.get((id(entry), place)):
-                taken.append((first + place, own.token_ids[0]))
-        first += entry.num_logits
+    firsts = [0, *itertools.accumulate(entry.num_logits for entry, _, _ in items)]
+    taken = _taken(items, ahead)
     if taken:
-        at, tokens = zip(*taken, strict=True)
-        scores[list(at), list(tokens)] = -torch.inf
+        at = [firsts[number] + place for number, place, _ in taken]
+        scores[at, [token for _, _, token in taken]] = -torch.inf
     most = 1 + max(branch.rank for _, draw, _ in items for branch in draw.branches)
     ranked: list[list[int]] = scores.topk(most).indices.tolist()
     return ranked
+
+
+def _taken(items: Tokens[tuple[Rows, Draw, Drawn]], ahead: _RunAhead) -> list[tuple[int, int, int]]:
+    """What a sequence, or its branch that runs ahead, has at a place already: the number of the
+    item, the place among its rows of logits, the token."""
+    found = []
+    for number, (entry, _, _) in enumerate(items):
+        standing = entry.token_ids[len(entry.token_ids) - entry.num_logits + 1 :]
+        found += [(number, place, token) for place, token in enumerate(standing)]
+        for place in range(entry.num_logits):
+            if own := ahead.get((id(entry), place)):
+                found.append((number, place, own.token_ids[0]))
+    return found
 
 
 def _scores(

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.random import philox_impl
 
 from outrider.sampling.cuda_noise import _exponential, _long
-from outrider.sampling.cuda_sampler import _WORDS, processed_rows
+from outrider.sampling.cuda_sampler import _WORDS, processed_rows, sample_candidates
 from outrider.sampling.noise import Stream
 from outrider.sampling.sparse import SparseRows, truncate_rows
 from outrider.types import MAX_SPARSE_ENTRIES
@@ -23,6 +23,7 @@ class SparseDraws(NamedTuple):
 
     picks: Tensor  # [rows] int64
     packed: Tensor  # [rows, entries] int64: id and weight of each entry, for `unpack`
+    likeliest: Tensor | None = None  # [rows, CANDIDATES] int64, in order, lowest id among equals
 
 
 def sample_sparse(
@@ -31,13 +32,15 @@ def sample_sparse(
     round_starts: Tensor,  # [rows] int32
     *,
     cuts: bool = True,
+    ranked: bool = False,
 ) -> SparseDraws:
-    """`sample_sparse_rows` of `truncate_rows` of the processed probabilities. The vocabulary has no
-    fewer ids than a distribution has entries.
+    """`sample_sparse_rows` of `truncate_rows` of the processed probabilities, and if `ranked` the
+    likeliest tokens. The vocabulary has no fewer ids than a distribution has entries.
 
     `cuts=False` as for `sample_rows`.
     """
-    rows = truncate_rows(processed_rows(logits, params, cuts=cuts).exp())
+    log_probs = processed_rows(logits, params, cuts=cuts)
+    rows = truncate_rows(log_probs.exp())
     picks = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _race_sparse[(len(logits),)](
         rows.ids,
@@ -49,7 +52,10 @@ def sample_sparse(
         ENTRIES=MAX_SPARSE_ENTRIES,
         num_warps=2,
     )
-    return SparseDraws(picks, rows.ids << _WEIGHT_BITS | rows.weights)
+    likeliest = None
+    if ranked:  # Of rows that are greedy the candidates are the highest.
+        likeliest = sample_candidates(log_probs, torch.zeros_like(params), cuts=False)
+    return SparseDraws(picks, rows.ids << _WEIGHT_BITS | rows.weights, likeliest)
 
 
 def unpack(packed: Tensor) -> SparseRows:  # [..., entries] int64

@@ -19,7 +19,7 @@ MAX_WEIGHT = 65535
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Sparse distributions; entries that are padding have weight 0 and id 0."""
+    """Sparse distributions; entries that are padding have weight 0 and id 0, and come last."""
 
     ids: Tensor  # [..., entries] int64
     weights: Tensor  # [..., entries] int64
@@ -49,13 +49,11 @@ class SparseRows:
 
     def unpack(self) -> list[SparseDistribution]:
         """Values for the wire, from [rows, entries]; host sync."""
-        rows = zip(self.ids.tolist(), self.weights.tolist(), strict=True)
+        counts = (self.weights > 0).sum(-1).tolist()  # Padding comes last.
+        rows = zip(self.ids.tolist(), self.weights.tolist(), counts, strict=True)
         return [
-            SparseDistribution(
-                tuple(i for i, w in zip(ids, weights, strict=True) if w),
-                tuple(w for w in weights if w),
-            )
-            for ids, weights in rows
+            SparseDistribution(tuple(ids[:count]), tuple(weights[:count]))
+            for ids, weights, count in rows
         ]
 
 
