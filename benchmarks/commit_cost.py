@@ -7,7 +7,8 @@ once, in turn, so that the machine's moods meet both. In steady state, for each 
   have to wait for (the next round leaves before the commit of the last one): time within the
   tasks that commit, measured in the process; and all of it, sockets included, as the difference of
   the two orchestrators' CPU time;
-* how much later a round's tokens reach the client;
+* what a round takes outside of the workers, from verdict to verdict, with commits and without: that
+  is a round's critical path at the orchestrator, whatever its event loop does beside;
 * calls of Redis, commands within its scripts and bytes, by its own counters.
 """
 
@@ -23,7 +24,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ class Sample:
     rounds: int
     tokens: int
     wall_s: float
-    round_s: float
+    outside_s: float
+    """Of a round: what it takes from verdict to verdict, less the time within the workers."""
 
     def change(self, name: str) -> float:
         return float(getattr(self.after, name) - getattr(self.before, name))
@@ -184,20 +185,29 @@ class Side:
         streams = await asyncio.gather(*(self._stream(n, tokens) for n in range(sessions)))
         wall_s = time.perf_counter() - started
         after = await self.counters()
-        gaps = [b.elapsed_s - a.elapsed_s for s in streams for a, b in pairwise(s)]
+        rounds = sum(chunk.speculation.rounds for s in streams for chunk in s)
         return Sample(
             before,
             after,
-            rounds=sum(chunk.speculation.rounds for s in streams for chunk in s),
+            rounds=rounds,
             tokens=sum(len(chunk.token_ids) for s in streams for chunk in s),
             wall_s=wall_s,
-            round_s=statistics.median(gaps),
+            outside_s=sum(map(_outside_s, streams)) / rounds,
         )
 
     async def _stream(self, number: int, tokens: int) -> list[GenerationChunk]:
         options = GenerationOptions(max_tokens=tokens, ignore_eos=True, seed=number)
         prompt = f"Story {number}: once upon a time there was"
         return [chunk async for chunk in self._client.generate(prompt, options, timeout_s=600)]
+
+
+def _outside_s(stream: Sequence[GenerationChunk]) -> float:
+    """Of all its rounds together."""
+    usage = stream[-1].usage
+    if usage is None:
+        raise RuntimeError("the last chunk lacks its usage")
+    time_ = usage.time
+    return (time_.rounds_us - time_.draft_worker_us - time_.verify_worker_us) / 1e6
 
 
 async def _open(args: argparse.Namespace, mode: str, stack: AsyncExitStack, folder: Path) -> Side:
@@ -236,10 +246,16 @@ def _show(sessions: int, stored: Sequence[Sample], unstored: Sequence[Sample]) -
     cpu = [_median(side, lambda s: s.change("cpu_s") / s.rounds) for side in (stored, unstored)]
     line("CPU of the orchestrator, a round: with the store", ms(cpu[0]))
     line("  without", ms(cpu[1]))
-    line("  a commit, sockets and all, in a round's critical path at most", ms(cpu[0] - cpu[1]))
-    gap = [_median(side, lambda s: s.round_s) for side in (stored, unstored)]
-    line("between two chunks at the client, median: with the store", ms(gap[0]))
-    line("  without", ms(gap[1]))
+    line("  a commit, sockets and all", ms(cpu[0] - cpu[1]))
+    outside = [[sample.outside_s for sample in side] for side in (stored, unstored)]
+    line("a round outside of the workers: with the store", ms(statistics.median(outside[0])))
+    line("  without", ms(statistics.median(outside[1])))
+    added = [with_it - without for with_it, without in zip(*outside, strict=True)]
+    line(
+        "  what commits add to a round's critical path, median of pairs",
+        ms(statistics.median(added)),
+    )
+    line("    lowest and highest pair", f"{min(added) * 1e3:.3f} {max(added) * 1e3:.3f}")
     calls = _median(stored, lambda s: s.calls(scripts=True) / s.tokens)
     line("calls of Redis a token", f"{calls:.3f}")
     line("  a round", f"{_median(stored, lambda s: s.calls(scripts=True) / s.rounds):.3f}")
