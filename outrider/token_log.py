@@ -21,6 +21,7 @@ class TokenLog:
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
         self._hashes = array.array("Q", [EMPTY_PREFIX_HASH])
+        self._stood = 0
         self.append(token_ids)
 
     def __len__(self) -> int:
@@ -48,8 +49,15 @@ class TokenLog:
         self.tokens.extend(tail.token_ids)
         self._hashes.extend(tail.hashes)
 
+    def stood(self) -> int:
+        """How many of the first tokens have been there ever since this was last asked, for the one
+        who compares the log with something else: those need not be looked at again."""
+        stood, self._stood = self._stood, len(self.tokens)
+        return stood
+
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens."""
+        self._stood = min(self._stood, length)
         del self.tokens[length:]
         del self._hashes[length + 1 :]
 

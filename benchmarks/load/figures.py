@@ -33,6 +33,7 @@ def of_sessions(sessions: Sessions, seconds: float) -> dict[str, Any]:
         "session_ms_p50": percentile([one["total_ms"] for one in done], 0.5),
         "session_ms_p99": percentile([one["total_ms"] for one in done], 0.99),
         "stream_tokens_per_s_p50": percentile([_speed(one) for one in done], 0.5),
+        "tpot_ms_p50": round(1e3 / (percentile([_speed(one) for one in done], 0.5) or 1), 2),
     }
 
 
@@ -44,12 +45,49 @@ def of_refusals(sessions: Sessions) -> dict[str, Any]:
     why = Counter("".join(c for c in one["refused"] if not c.isdigit()) for one in refused)
     return {
         "refused": len(refused),
+        "refused_of_arrived": round(len(refused) / (len(sessions) or 1), 3),
         "refused_why": dict(why.most_common(5)),
+        "refused_codes": dict(Counter(one["code"] for one in refused)),
         "refused_ms_p50": percentile(after_ms, 0.5),
         "refused_ms_p99": percentile(after_ms, 0.99),
         "with_retry_info": len(retry_s),
         "retry_s_p50": percentile(retry_s, 0.5),
         "retry_s_max": max(retry_s, default=0.0),
+    }
+
+
+def of_client(crowd: dict[str, Any]) -> dict[str, Any]:
+    """What a client of our own (crowd.py) had to do with it: how late it sent, how late its loop
+    was, and the cores that it took."""
+    late_ms = [one["late_ms"] for one in crowd["sessions"]]
+    return {
+        "sent_late_ms_p50": round(percentile(late_ms, 0.5), 1),
+        "sent_late_ms_p99": round(percentile(late_ms, 0.99), 1),
+        "loop_late_ms_p50": round(percentile(crowd["lags_ms"], 0.5), 1),
+        "loop_late_ms_p99": round(percentile(crowd["lags_ms"], 0.99), 1),
+        "cores": round(crowd["cpu_s"] / crowd["seconds"], 2),
+    }
+
+
+def over_time(memory: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """MiB of each part before, after a quarter, a half, three quarters, and in the end."""
+    last = len(memory) - 1
+    return {name: [memory[i * last // 4][name] for i in range(5)] for name in memory[0]}
+
+
+def told_keys(sessions: Sessions) -> list[str]:
+    """The prompts of those that ran."""
+    return sorted({one["key"] for one in sessions if one["ids"] and not one["fault"]})
+
+
+def altered(sessions: Sessions, alone: Sessions) -> dict[str, Any]:
+    """Sessions whose tokens are not those that the same prompt gave undisturbed."""
+    right = {one["key"]: one["ids"] for one in alone if not one["fault"]}
+    compared = [one for one in sessions if one["ids"] and not one["fault"]]
+    return {
+        "compared_with_undisturbed": len(compared),
+        "prompts": len(right),
+        "altered": sum(one["ids"] != right.get(one["key"]) for one in compared),
     }
 
 

@@ -83,6 +83,7 @@ class Machine:
         if self.args.max_target_sessions:
             flags += ["--max-target-sessions", str(self.args.max_target_sessions)]
         flags += ["--max-waiting", str(self.args.max_waiting)]
+        flags += ["--audit", "refused", "--audit-file", str(self._audit(name))]
         program = [sys.executable]
         if self.args.profile and name == self.orchestrators[0]:
             program += ["-m", "cProfile", "-o", str(self.args.profile.absolute())]
@@ -174,6 +175,27 @@ class Machine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 sizes[name] = round(psutil.Process(child.pid).memory_info().rss / (1 << 20), 1)
         return sizes
+
+    def _audit(self, name: str) -> Path:
+        return self.folder / f"{name}.audit"
+
+    def forget_refusals(self) -> None:
+        """Requests that were refused before are of no interest."""
+        for name in self.orchestrators:
+            os.truncate(self._audit(name), 0)
+
+    def refused_within_ms(self) -> dict[str, float]:
+        """How long refused requests were within the orchestrators, by their own clocks; of very
+        many in a second not all are written down."""
+        lines = [
+            line for n in self.orchestrators for line in self._audit(n).read_text().split("\n")
+        ]
+        took_ms = sorted(json.loads(line)["duration_ms"] for line in lines if line) or [0.0]
+        return {
+            "requests": len(took_ms),
+            **{f"p{p}": took_ms[min(p * len(took_ms) // 100, len(took_ms) - 1)] for p in (50, 99)},
+            "max": took_ms[-1],
+        }
 
     async def stop(self) -> None:
         for task in self._watchers:

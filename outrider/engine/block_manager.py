@@ -8,8 +8,8 @@ before it, are compared too, so that no prefix is ever taken for another.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, MutableSequence, Sequence
+from dataclasses import dataclass, field
 
 from outrider.token_log import TokenLog
 
@@ -29,6 +29,28 @@ class _Content:
     serial: int
     after: int
     """Serial of the block before it."""
+
+
+@dataclass(slots=True)
+class Chain:
+    """What is known of the first blocks of a sequence, so that they need not be looked up again."""
+
+    serials: list[int] = field(default_factory=list)
+    """Of each the serial by which it is registered, or another one that holds the same."""
+    borrowed: int = 0
+    """Blocks up to the last one in whose place another one is registered: that may go."""
+
+    def __len__(self) -> int:
+        return len(self.serials)
+
+    def cut(self, num_blocks: int) -> None:
+        """Know the first `num_blocks` at most."""
+        del self.serials[num_blocks:]
+        self.borrowed = min(self.borrowed, num_blocks)
+
+    def start(self, num_blocks: int) -> "Chain":
+        """The same of the first `num_blocks` at most, as a value of its own."""
+        return Chain(self.serials[:num_blocks], min(self.borrowed, num_blocks))
 
 
 class BlockManager:
@@ -58,7 +80,7 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
-    def extend(self, blocks: list[int], num_tokens: int) -> bool:
+    def extend(self, blocks: MutableSequence[int], num_tokens: int) -> bool:
         """Grow `blocks` until they hold `num_tokens`; False, and nothing changed, if they can't."""
         missing = self.blocks_for(num_tokens) - len(blocks)
         if missing > self.num_free:
@@ -66,14 +88,14 @@ class BlockManager:
         blocks.extend(self._take() for _ in range(missing))
         return True
 
-    def truncate(self, blocks: list[int], num_tokens: int) -> None:
+    def truncate(self, blocks: MutableSequence[int], num_tokens: int) -> None:
         """Give back what `blocks` hold beyond `num_tokens` tokens."""
         keep = self.blocks_for(num_tokens)
         for block in reversed(blocks[keep:]):  # So that a prefix outlives what follows it.
             self._give_back(block)
         del blocks[keep:]
 
-    def own(self, blocks: list[int], start: int) -> int | None:
+    def own(self, blocks: MutableSequence[int], start: int) -> int | None:
         """Make the KV from position `start` on the sequence's alone, so that it can be written.
 
         Where `start` lies in a block that others use, that block is replaced. Returns the position
@@ -93,11 +115,18 @@ class BlockManager:
         blocks[index] = self._take()
         return index * self.block_tokens
 
-    def find(self, salt: Hashable, log: TokenLog, num_blocks: int) -> list[int]:
-        """Blocks that hold the log's first tokens, `num_blocks` at most."""
+    def find(
+        self, salt: Hashable, log: TokenLog, num_blocks: int, chain: Chain | None = None
+    ) -> list[int]:
+        """Blocks that hold the log's first tokens, `num_blocks` at most.
+
+        Not looked for are those that `chain` knows of this log, if they are still there; what is
+        found is added to it.
+        """
         found: list[int] = []
-        serial = _ROOT
-        for index in range(num_blocks):
+        chain = Chain() if chain is None else chain
+        serial = self._last_known(salt, log, chain)
+        for index in range(len(chain), num_blocks):
             block = self._registered.get(self._key(salt, log, index))
             content = self._contents.get(block) if block is not None else None
             if block is None or content is None or content.after != serial:
@@ -106,32 +135,50 @@ class BlockManager:
                 break
             found.append(block)
             serial = content.serial
+            chain.serials.append(serial)
         return found
 
-    def share(self, blocks: list[int]) -> list[int]:
+    def share(self, blocks: Sequence[int]) -> list[int]:
         """The same blocks, with a reference more each."""
         for block in blocks:
             self._references[block] += 1
             self._unused.pop(block, None)
         return list(blocks)
 
-    def register(self, salt: Hashable, log: TokenLog, blocks: list[int], num_blocks: int) -> None:
-        """Offer the first `num_blocks` blocks, which hold KV of the log's first tokens."""
-        serial = _ROOT
-        for index, block in enumerate(blocks[:num_blocks]):
+    def register(
+        self,
+        salt: Hashable,
+        log: TokenLog,
+        blocks: Sequence[int],
+        num_blocks: int,
+        chain: Chain | None = None,
+    ) -> None:
+        """Offer the first `num_blocks` blocks, which hold KV of the log's first tokens.
+
+        `chain` is what is known of them, and is brought up to date.
+        """
+        chain = Chain() if chain is None else chain
+        serial = self._last_known(salt, log, chain)
+        for index in range(len(chain), num_blocks):
+            block = blocks[index]
             content = self._contents.get(block)
+            if content is not None and content.after != serial:
+                self._forget(block)  # What it followed was another's, and is gone.
+                content = None
             if content is None:
                 key = self._key(salt, log, index)
                 if key in self._registered:  # Another sequence has computed the same.
                     content = self._contents[self._registered[key]]
                     if content.after != serial or content.tokens != self._tokens(log, index):
                         return
+                    chain.borrowed = index + 1
                 else:
                     content = self._remember(block, key, self._tokens(log, index), serial)
             serial = content.serial
+            chain.serials.append(serial)
 
     def places(
-        self, salt: Hashable, log: TokenLog, blocks: list[int], first: int, stop: int
+        self, salt: Hashable, log: TokenLog, blocks: Sequence[int], first: int, stop: int
     ) -> list[tuple[int, int]]:
         """Where blocks first … stop - 1 of a log are, of which `register` was told, up to one that
         is gone: number, and what `holds` knows it by."""
@@ -154,6 +201,22 @@ class BlockManager:
         what was read from its memory before is then what it held."""
         content = self._contents.get(block)
         return content is not None and content.serial == serial
+
+    def _last_known(self, salt: Hashable, log: TokenLog, chain: Chain) -> int:
+        """The last serial of a log's chain; where it is not there any more, all is forgotten.
+
+        Of blocks that one sequence had the later ones go first, so that looking at the last
+        borrowed one is enough.
+        """
+        chain.cut(len(log) // self.block_tokens)
+        if not chain.serials:
+            return _ROOT
+        for index in {chain.borrowed - 1, len(chain) - 1} - {-1}:
+            block = self._registered.get(self._key(salt, log, index))
+            if block is None or self._contents[block].serial != chain.serials[index]:
+                chain.cut(0)
+                return _ROOT
+        return chain.serials[-1]
 
     def _key(self, salt: Hashable, log: TokenLog, index: int) -> _Key:
         return salt, log.prefix_hash((index + 1) * self.block_tokens)

@@ -172,7 +172,7 @@ class Engine:
             ready = []
             for work, pick in zip(works, picks, strict=True):
                 if work in self.scheduler.running:
-                    work.sequence.cached[work.computed :] = work.tokens[work.computed :]
+                    work.sequence.wrote(work.computed, work.tokens[work.computed :])
                     work.computed = len(work.tokens)
                     work.drawn = Drawn([pick])
                     ready.append((work, no_logits))
@@ -223,19 +223,19 @@ class Engine:
             work = chunk.work
             completes = chunk.completes
             stop = work.computed + chunk.count
-            work.sequence.cached[work.computed :] = work.tokens[work.computed : stop]
+            work.sequence.wrote(work.computed, work.tokens[work.computed : stop])
             work.computed = stop
             if completes:
                 # Side nodes of a tree lie at places that are not their positions.
                 side_nodes = len(work.parents) - trees.spine_length(work.parents)
-                del work.sequence.cached[stop - side_nodes :]
+                work.sequence.forget(stop - side_nodes)
                 ready.append((work, output.logits[row : row + work.logits_rows]))
                 row += work.logits_rows
                 work.drawn = drawn
                 self._keep(work, output)
                 if work.draw and drawn and work.draw.steps > 1 and not work.draw.branches:
                     # Every guess but the last was fed to a pass.
-                    work.sequence.cached.extend(drawn.token_ids[:-1])
+                    work.sequence.wrote(stop, drawn.token_ids[:-1])
         return ready
 
     def _keep(self, work: Work, output: Output) -> None:
@@ -267,7 +267,7 @@ class Engine:
     def _fail(self, work: Work, error: Exception) -> StepResult:
         logger.error("a pass over one sequence failed", exc_info=error)
         # The KV of its rows may be half written.
-        del work.sequence.cached[work.computed :]
+        work.sequence.forget(work.computed)
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
         return StepResult((), ((work, error),))

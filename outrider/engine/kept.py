@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from outrider.engine.rows import Draw, Drawn, Rows
+from outrider.engine.rows import Draw, Drawn, Rows, table_of
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Kept:
         its last token, with as many alternatives as the others have."""
         for branch in self.branches:
             place = branch.start + len(branch.token_ids) - 1
-            table = [*blocks[: branch.start // block_tokens], *branch.blocks]
+            table = table_of(blocks[: branch.start // block_tokens], branch.blocks)
             draw = Draw(self.draw.spec, place + 1, alternatives=self.draw.alternatives)
             yield Rows(branch.token_ids[-1:], place, table, 1, draw)
 

@@ -1,5 +1,6 @@
 """The KV pool of a CPU, and where the rows of a pass belong in it."""
 
+import array
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ class CpuPool:
         size = self.block_tokens
         slots: list[int] = []
         tasks: list[tuple[int, int, int, int]] = []
-        tables: list[int] = []
+        tables = array.array("i")
         for rows in batch:
             first_row, table = len(slots), len(tables)
             stop = rows.stop
@@ -84,7 +85,7 @@ class CpuPool:
             self.values,
             torch.tensor(slots),
             torch.tensor(tasks),
-            torch.tensor(tables, dtype=torch.int32),
+            torch.frombuffer(tables, dtype=torch.int32),
             _sights(batch),
         )
 

@@ -1,5 +1,6 @@
 """What goes into a pass and what comes out of it."""
 
+import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ class BranchPlace:
     sequence's that its own first block starts as a copy of (from, to), if it begins inside one."""
 
     start: int
-    blocks: list[int]
+    blocks: Tokens[int]
     copied: tuple[int, int] | None
 
 
@@ -146,8 +147,15 @@ def branch_places(rows: Rows, block_tokens: int) -> list[BranchPlace]:
         start = draw.base_len + branch.num_accepted
         inside = start % block_tokens > 0
         copied = (rows.blocks[places.start], own[0]) if inside else None
-        found.append(BranchPlace(start, [*rows.blocks[: places.start], *own], copied))
+        found.append(BranchPlace(start, table_of(rows.blocks[: places.start], own), copied))
     return found
+
+
+def table_of(first: Tokens[int], then: Tokens[int]) -> "array.array[int]":
+    """A table of blocks: some, which may be many, and those that follow."""
+    table = array.array("i", first)
+    table.extend(then)
+    return table
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from outrider.engine.sequence import Sequence
 class Work:
     """Rows to compute for one sequence: KV of `tokens`, logits of the last `num_logits`.
 
+    Where `tokens` are the sequence's own `line`, none of them is compared twice.
     `parents` makes a tree of the last tokens, as in `Rows`; KV of its spine alone is kept.
     `draw` says what to draw there, `drawn` is what came of it. `reserve` is the length in tokens
     for which KV is taken before the work starts. `ahead` counts the rounds of one plain row that
@@ -153,7 +154,7 @@ class Scheduler:
 
     def restored(self, work: Work, stop: int) -> None:
         """KV of the tokens up to `stop` of a work that waits for it is there."""
-        work.sequence.cached[work.computed :] = work.tokens[work.computed : stop]
+        work.sequence.wrote(work.computed, work.tokens[work.computed : stop])
         work.computed = work.reused = stop
 
     def end_restore(self, work: Work) -> None:
@@ -207,7 +208,7 @@ class Scheduler:
             return  # No further block is full: comparing the tokens can wait.
         full = sequence.committed_kv() // size
         if full > sequence.offered:
-            self.blocks.register(sequence.salt, sequence.log, sequence.blocks, full)
+            self.blocks.register(sequence.salt, sequence.log, sequence.blocks, full, sequence.chain)
             sequence.offered = full
             if self.store is not None:
                 self.store.offer(work, full)
@@ -215,8 +216,7 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence's KV."""
         self._drop_kept(sequence)
-        sequence.cached.clear()
-        sequence.offered = 0
+        sequence.let_go()
         self.blocks.truncate(sequence.blocks, 0)
 
     def _admit(self) -> None:
@@ -257,13 +257,13 @@ class Scheduler:
         for branch in sequence.kept.branches if draw and draw.branches else ():
             start = branch.start
             known = branch.known_for(work.tokens, draw) if draw else None
-            if known is None or sequence.cached[:start] != work.tokens[:start]:
+            if known is None or sequence.usable_kv(work.tokens, 0) < start:
                 continue
             work.known = known
             size = self.blocks.block_tokens
             self.blocks.truncate(sequence.blocks, start // size * size)
-            sequence.blocks += branch.blocks
-            sequence.cached[start:] = work.tokens[start:]
+            sequence.blocks.extend(branch.blocks)
+            sequence.wrote(start, work.tokens[start:])
             branch.blocks = []
             break
         self._drop_kept(sequence)
@@ -281,16 +281,19 @@ class Scheduler:
         if most * size <= own or work.looked_up or work.known:
             return
         work.looked_up = True
-        found = self.blocks.share(self.blocks.find(sequence.salt, sequence.log, most))
         self.prefix.asked += most * size - own
-        if len(found) * size <= own:
-            self.blocks.truncate(found, 0)
+        chain = sequence.chain.start(own // size)
+        found = self.blocks.find(sequence.salt, sequence.log, most, chain)
+        stop = len(chain) * size
+        if stop <= own:
             return
-        self.prefix.found += len(found) * size - own
-        self.release(sequence)
-        sequence.blocks[:] = found
-        sequence.cached[:] = work.tokens[: len(found) * size]
-        sequence.offered = len(found)
+        self.prefix.found += stop - own
+        start = stop - len(found) * size
+        shared = self.blocks.share(found)
+        self.blocks.truncate(sequence.blocks, start)
+        sequence.blocks.extend(shared)
+        sequence.wrote(start, work.tokens[start:stop])
+        sequence.offered, sequence.chain = len(chain), chain
 
     def _take_place(self, work: Work) -> bool:
         """Reserve the blocks that the work writes; what KV is there decides where it starts."""
@@ -304,9 +307,10 @@ class Scheduler:
         if start is None:
             return False
         work.computed = work.reused = start
-        del sequence.cached[start:]
+        sequence.forget(start)
         size = self.blocks.block_tokens
         sequence.offered = min(sequence.offered, start // size)
+        sequence.chain.cut(start // size)
         if not self.blocks.extend(sequence.blocks, work.reserve):
             return False
         scratch = work.draw.scratch_blocks(size) if work.draw else 0

@@ -345,6 +345,8 @@ class Worker:
             self._check_room(request.header)
             self._check_ids(request.delta)
             advance_base(session.sequence.log, request.header, request.delta)
+            # Its owner has another base in mind than that of what is under way.
+            self._drop_work(lambda task: task.session is session)
             response.held.have_len = len(session.sequence.log)
         except TokensMissing as missing:
             response.need_tokens.CopyFrom(self._need_tokens(missing))

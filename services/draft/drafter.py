@@ -185,7 +185,7 @@ def _work(
 ) -> Work:
     return Work(
         sequence=sequence,
-        tokens=[*sequence.log.tokens, *pending],
+        tokens=sequence.line(pending),
         num_logits=len(pending) + 1,
         reserve=reserve,
         deadline=deadline_of(entry.header),

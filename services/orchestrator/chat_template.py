@@ -61,7 +61,10 @@ class ChatTemplate:
         or text than it may, ResourceExhausted where others keep it busy.
         """
         if not self._lock.acquire(timeout=TIME_LIMIT_S):
-            raise ResourceExhausted("the model's chat template is busy; retry later")
+            raise ResourceExhausted(
+                f"the model's chat template is busy; retry in {TIME_LIMIT_S:g} s",
+                retry_after_s=TIME_LIMIT_S,
+            )
         try:
             if not self._child.alive:
                 self._child = _Child(self._setup)

@@ -9,6 +9,9 @@ from typing import Protocol
 from outrider.errors import AlreadyRunning, Fenced, OutriderError, ResourceExhausted, Unavailable
 from services.orchestrator.requests import GenerationPlan
 
+_RETRY_S = 1.0
+"""When to try again where all places are taken, by requests that wait mostly."""
+
 
 class Streaming(Protocol):
     """A generation as far as it matters here."""
@@ -57,7 +60,9 @@ class Running:
         if known is not None and not repeats and not resumes:
             raise AlreadyRunning("a request with this id is running", field="request_id")
         if len(self._places) >= self._limit:
-            raise ResourceExhausted(f"{self._limit} generations are running; retry later")
+            raise ResourceExhausted(
+                f"{self._limit} calls are served; retry in {_RETRY_S:g} s", retry_after_s=_RETRY_S
+            )
         place = Place(self, key, idempotency_key)
         self._places.add(place)
         self._latest.setdefault(key, place)

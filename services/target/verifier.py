@@ -118,7 +118,7 @@ class Verifier:
         proposal = self._fitting(proposal, base_len)
         work = Work(
             sequence=sequence,
-            tokens=[*sequence.log.tokens, *proposal.token_ids],
+            tokens=sequence.line(proposal.token_ids),
             num_logits=len(proposal) + 1,
             reserve=base_len + len(proposal),
             deadline=deadline_of(entry.header),
@@ -232,11 +232,11 @@ class Verifier:
     def _next_round(self, work: Work, proposal: Proposal, report: DraftReport | None) -> None:
         """Make a work whose verdict is in its log verify a proposal after it."""
         done: _Verification = work.context
-        log, base_len = work.sequence.log, len(work.sequence.log)
+        base_len = len(work.sequence.log)
         proposal = self._fitting(proposal, base_len)
-        work.tokens[done.base_len :] = [*log.tokens[done.base_len :], *proposal.token_ids]
+        work.tokens = work.sequence.line(proposal.token_ids)
         work.computed = done.num_computed
-        del work.sequence.cached[work.computed :]  # KV of rejected guesses.
+        work.sequence.forget(work.computed)  # KV of rejected guesses.
         work.num_logits, work.reserve = len(proposal) + 1, base_len + len(proposal)
         work.parents, work.prompt_rows = proposal.parents, 0
         work.draw, work.drawn = _draw_of(done.spec, base_len), None

@@ -202,7 +202,7 @@ def references(sequences, block):
     ],
 )
 def test_kv_is_used_up_to_the_longest_common_prefix(cached, tokens, num_logits, usable):
-    assert Sequence(cached=cached).usable_kv(tokens, num_logits) == usable
+    assert with_kv(cached).usable_kv(tokens, num_logits) == usable
 
 
 def test_longest_common_prefix_equals_a_naive_one():
@@ -214,8 +214,14 @@ def test_longest_common_prefix_equals_a_naive_one():
         common = 0
         while common < min(len(cached), len(tokens)) and cached[common] == tokens[common]:
             common += 1
-        usable = Sequence(cached=cached).usable_kv(tokens, logits)
+        usable = with_kv(cached).usable_kv(tokens, logits)
         assert usable == min(common, len(tokens) - logits)
+
+
+def with_kv(token_ids):
+    sequence = Sequence()
+    sequence.wrote(0, token_ids)
+    return sequence
 
 
 def places(manager, tokens, blocks, first=0, salt="a"):

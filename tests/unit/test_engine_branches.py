@@ -135,8 +135,8 @@ def test_places_of_branches():
     assert draw.scratch_blocks(8) == 5
     rows = Rows([1] * 8, 0, [40, 41], 2, draw, [50, 51, 52, 53, 54])
     inside, at_border = branch_places(rows, 8)
-    assert (inside.start, inside.blocks, inside.copied) == (7, [50, 51, 52], (40, 50))
-    assert (at_border.start, at_border.blocks, at_border.copied) == (8, [40, 53, 54], None)
+    assert (inside.start, list(inside.blocks), inside.copied) == (7, [50, 51, 52], (40, 50))
+    assert (at_border.start, list(at_border.blocks), at_border.copied) == (8, [40, 53, 54], None)
 
 
 def ahead(sequence, pending, branches, *, spec=SPECS["greedy"]):

@@ -36,7 +36,7 @@ class Pool:
             work = chunk.work
             completes = chunk.completes
             stop = work.computed + chunk.count
-            work.sequence.cached[work.computed :] = work.tokens[work.computed : stop]
+            work.sequence.wrote(work.computed, work.tokens[work.computed : stop])
             work.computed = stop
             rows.append((work, chunk.count))
             if completes:
@@ -82,7 +82,7 @@ def test_idle_kv_goes_first_and_only_as_much_as_is_needed():
     pool.idle = [old.sequence, young.sequence]
     late = pool.submit(24)
     assert (late, 24) in pool.run()
-    assert old.sequence.cached == [] and old.sequence.blocks == []
+    assert not old.sequence.cached and not old.sequence.blocks
     assert young.sequence.cached == list(range(8)) and len(young.sequence.blocks) == 2
     assert pool.scheduler.preemptions == 1
 

@@ -49,7 +49,7 @@ def submit(scheduler, count, *, first=0):
 def compute(scheduler, chunk):
     work = chunk.work
     stop = work.computed + chunk.count
-    work.sequence.cached[work.computed :] = work.tokens[work.computed : stop]
+    work.sequence.wrote(work.computed, work.tokens[work.computed : stop])
     work.computed = stop
 
 

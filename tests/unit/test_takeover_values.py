@@ -268,8 +268,9 @@ def test_a_call_takes_the_place_of_the_stream_that_it_resumes() -> None:
 async def test_places_are_limited_and_given_back() -> None:
     running = Running(limit=1)
     with running.admitted("t", "a"):
-        with pytest.raises(ResourceExhausted), running.admitted("t", "b"):
+        with pytest.raises(ResourceExhausted) as refused, running.admitted("t", "b"):
             pass
+        assert refused.value.retry_after_s
         with pytest.raises(ResourceExhausted), running.admitted("t", "a", resumes=True):
             pass
     with pytest.raises(ZeroDivisionError), running.admitted("t", "a"):

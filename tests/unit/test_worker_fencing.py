@@ -1,5 +1,7 @@
 """Who may speak for a session, and which tokens are ever taken for its base."""
 
+import queue
+
 import pytest
 from worker_harness import (
     GREEDY,
@@ -13,6 +15,7 @@ from worker_harness import (
 )
 
 from outrider.types import GenerationSpec, SamplingParams, new_nonce
+from outrider.v1 import worker_pb2
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +258,33 @@ def test_a_corrupted_piece_is_not_applied(owner):
     assert refusal(owner.bench.ask_bulk(request)) == ("invalid_argument", "base_hash")
     assert log_of(owner) == []
     assert owner.bench.ask_bulk(owner.bulk_request(0, 30)).held.have_len == 30
+
+
+def test_bulk_ends_what_its_session_has_under_way(folder):
+    """It stands on a log that is no longer the session's; what cannot be taken ends nothing."""
+    text = random_tokens(40)
+    with serving(folder, threaded=False) as bench:
+        owner = Owner(bench, text)
+        bench.ask(owner.open_entry())
+        entry = owner.verify_entry()
+        entry.verify.more_rounds = 8
+        replies = bench.post(entry)
+        assert replies.get(timeout=5).header.more
+        answers: queue.SimpleQueue[worker_pb2.BulkResponse] = queue.SimpleQueue()
+        beyond = owner.entry(tokens=[*text, 1, 2]).header
+        gap = worker_pb2.BulkRequest(
+            header=beyond, delta=worker_pb2.TokenDelta(start=41, token_ids=[2])
+        )
+        for request in (gap, owner.bulk_request(0, 10)):
+            assert replies.empty()
+            bench.worker.submit_bulk(request, answers.put)
+            bench.worker._read_inbox(0.0)
+        assert answers.get(timeout=5).HasField("need_tokens")
+        assert answers.get(timeout=5).held.have_len == 10
+        assert refusal(replies.get(timeout=5))[0] == "cancelled"
+        owner.tokens = text[:10]
+        told = bench.ask(owner.verify_entry(start=10))
+        assert list(verdict_of(told).token_ids) == plain_greedy(folder, owner.tokens, 1)
 
 
 def test_pieces_are_fenced(owner):
