@@ -198,10 +198,25 @@ async def compare(
         same = sum(a.token_ids == b.token_ids for a, b in pairs)
         print(
             f"{sampling} batch {batch} {variant}: {rate:.1f} tok/s, {rate / base:.2f} x "
-            f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); {rounds_of(last[variant])}; "
+            f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); {per_card(rate, variant, args)}; "
+            f"passes saved {passes_saved(last[variant]):.0%}; {rounds_of(last[variant])}; "
             f"same ids {same} of {batch}; cores {busy[variant]}",
             flush=True,
         )
+
+
+def per_card(rate: float, variant: Variant, args: argparse.Namespace) -> str:
+    """Tokens a second of each card in use; plain decoding leaves a draft's card to others."""
+    target_device, draft_device = args.devices.split(",")
+    cards: int = args.tensor_parallel
+    cards += variant.k != 0 and draft_device != target_device
+    return f"{rate / cards:.1f} a card of {cards}"
+
+
+def passes_saved(done: list[Completion]) -> float:
+    """The share of target passes that plain decoding would need besides."""
+    tokens = sum(len(each.token_ids) for each in done)
+    return 1.0 - sum(each.stats.rounds for each in done) / max(tokens, 1)
 
 
 def rounds_of(done: list[Completion]) -> str:
