@@ -1,6 +1,6 @@
 """Speculation across a slow network: tokens/s over plain decoding for each delay to the draft.
 
-    python benchmarks/delay_sweep.py    # about 8 minutes; needs root, ip, nsenter and cc
+    python benchmarks/delay_sweep.py    # about 12 minutes; needs root, ip, nsenter and cc
     python benchmarks/delay_sweep.py --pairs small --delays 0,2,10 --repeats 3 --max-tokens 64
 
 Orchestrator, target and draft are processes on hosts of their own (network namespaces, joined by
@@ -8,11 +8,13 @@ tests/chaos/link.py); what goes between the draft and either of the others is la
 each way. Each worker computes on one thread, in float32. Answers are drawn in `coupled` mode: those
 of every variant must be the ids of plain decoding, or the benchmark fails.
 
-Variants, in turn and in another order each time: plain decoding twice (the second time shows how
-much of a ratio is noise), a fixed k where the draft is asked after each verdict, the same with
-outcomes prepared ahead (`--fan-out`), and the controller, which may choose either, or plain
-decoding. A ratio is that of a pair, to plain decoding of the same turn; the median of the turns
-counts. After each change of the delay every variant runs once unmeasured: none meets it new then.
+Variants, in turn and in another order each time: plain decoding first and last, a fixed k where
+the draft is asked after each verdict, the same with outcomes prepared ahead (`--fan-out`), and the
+controller, which may choose either, or plain decoding. A ratio is that of a pair, to both plain
+runs of the same turn together; the median of the turns counts. Of the second plain run the ratio
+to the first is told: that much of a ratio is noise. After each change of the delay every variant
+runs once unmeasured: none meets it new then. Where a fixed length still beats plain decoding at the
+last delay, longer ones are tried (`--beyond`), in fewer turns, to find the crossover alone.
 
 Pairs: `demo`, whose draft is cheap and whose target's pass is long against any of these delays, and
 `small`, a synthetic one whose pass takes a few milliseconds, as one of a large model on a GPU does.
@@ -47,6 +49,8 @@ PORTS = {"target": 50053, "draft": 50052}
 LEAST = 0.97
 """Of plain decoding, with the controller on."""
 START_S = 180.0
+BEYOND_TURNS = 2
+PLAIN, AGAIN, OURS = "plain", "plain again", "controller"
 
 
 class Pair(NamedTuple):
@@ -61,8 +65,8 @@ class Pair(NamedTuple):
 
 
 PAIRS = {
-    "demo": Pair("demo", "demo", 32),
-    "small": Pair("synthetic:small,eps=1", "synthetic:small-draft", 96, 4096),
+    "demo": Pair("demo", "demo", 24),
+    "small": Pair("synthetic:small,eps=1", "synthetic:small-draft", 80, 4096),
 }
 
 
@@ -85,26 +89,40 @@ class Runs:
         self.rates.append(sum(len(one.token_ids) for one in done) / seconds)
         self.stats = sum((one.stats for one in done), self.stats)
 
-    def ratios(self, plain: "Runs") -> list[float]:
-        return [own / other for own, other in zip(self.rates, plain.rates, strict=True)]
+    def ratios(self, *plain: "Runs") -> list[float]:
+        """To plain decoding before and after, of each turn."""
+        bases = [statistics.mean(rates) for rates in zip(*(p.rates for p in plain), strict=True)]
+        return [own / base for own, base in zip(self.rates, bases, strict=True)]
+
+
+Found = dict[str, Runs]
+"""What the variants made of a delay, by name."""
+
+
+def ratios_of(name: str, found: Found) -> list[float]:
+    """Of a variant to plain decoding in each turn."""
+    plain, again = found[PLAIN], found[AGAIN]
+    return found[AGAIN].ratios(plain) if name == AGAIN else found[name].ratios(plain, again)
 
 
 async def main() -> int:
     args = parse()
-    machine = describe_machine()
-    print(f"{machine['processor']}, {machine['cores']} cores; {args.repeats} turns")
+    machine, started = describe_machine(), time.monotonic()
+    print(f"{machine['processor']}, {machine['cores']} cores; {args.repeats} turns", flush=True)
     failures = []
     for name in args.pairs:
         failures += await sweep(name, PAIRS[name], args)
     for failure in failures:
         print(f"FAILED: {failure}")
+    verdict = "bars missed" if failures else f"all bars held (identical, at least {LEAST} x plain)"
+    print(f"{verdict}; {time.monotonic() - started:.0f} s")
     return 1 if failures else 0
 
 
 async def sweep(name: str, pair: Pair, args: argparse.Namespace) -> list[str]:
     """One pair over all delays; what it should have shown and did not."""
     variants = variants_of(args)
-    table: dict[float, dict[str, Runs]] = {}
+    table: dict[float, Found] = {}
     differing = 0
     with new_network() as network:
         async with serving(network, pair, args) as client:
@@ -114,20 +132,35 @@ async def sweep(name: str, pair: Pair, args: argparse.Namespace) -> list[str]:
                 ignore_eos=True,
                 temperature=args.temperature,
             )
-            for delay in args.delays:
+            for delay in (*args.delays, *args.beyond):
+                if delay not in args.delays and not still_faster(table):
+                    break
+                repeats = args.repeats if delay in args.delays else min(args.repeats, BEYOND_TURNS)
                 for host in ("orchestrator", "target"):
                     network.slow(host, "draft", delay_ms=delay)
-                runs, different = await measure(client, variants, prompts, common, args.repeats)
+                runs, different = await measure(client, variants, prompts, common, repeats)
                 table[delay] = runs
                 differing += different
                 print(row(name, delay, runs), flush=True)
-    print(summary(name, table, args), flush=True)
+    print(summary(name, table), flush=True)
     failures = [f"{name}: {differing} answers differ from plain decoding"] if differing else []
-    for delay, runs in table.items():
-        ratio = statistics.median(runs["controller"].ratios(runs["plain"]))
+    for delay in args.delays:
+        ratio = statistics.median(ratios_of(OURS, table[delay]))
         if ratio < LEAST:
-            failures.append(f"{name}, {delay:g} ms: the controller makes {ratio:.2f} of plain")
+            failures.append(f"{name}, {delay:g} ms: the controller makes {ratio:.3f} of plain")
+        if not table[delay][f"k={args.k}"].stats.accepted:
+            failures.append(f"{name}, {delay:g} ms: no guess was accepted, so this shows nothing")
     return failures
+
+
+def still_faster(table: dict[float, Found]) -> bool:
+    """Whether a fixed length beats plain decoding at the last delay."""
+    found = table[max(table)]
+    return any(
+        statistics.median(ratios_of(name, found)) >= 1.0
+        for name in found
+        if name not in (PLAIN, AGAIN, OURS)
+    )
 
 
 async def measure(
@@ -136,19 +169,19 @@ async def measure(
     prompts: Sequence[Prompt],
     common: GenerationOptions,
     repeats: int,
-) -> tuple[dict[str, Runs], int]:
+) -> tuple[Found, int]:
     """All variants by turns; and how many answers were not those of plain decoding."""
     runs = {variant.name: Runs() for variant in variants}
     differing = 0
     for turn in range(-1, repeats):
         answers = {}
-        order = variants if turn % 2 else variants[::-1]
-        for variant in order:
+        first, *between, last = variants
+        for variant in (first, *(between if turn % 2 else between[::-1]), last):
             done, seconds = await answer(client, variant, prompts, turn, common)
             answers[variant.name] = [one.token_ids for one in done]
             if turn >= 0:
                 runs[variant.name].add(done, seconds)
-        expected = answers["plain"]
+        expected = answers[PLAIN]
         differing += sum(
             own != other
             for found in answers.values()
@@ -182,13 +215,12 @@ async def answer(
 # --- what is told ---------------------------------------------------------------------------------
 
 
-def row(name: str, delay: float, runs: dict[str, Runs]) -> str:
-    plain = runs["plain"]
-    parts = [f"{name:5s} {delay:4g} ms: plain {statistics.median(plain.rates):6.1f} tok/s"]
+def row(name: str, delay: float, runs: Found) -> str:
+    parts = [f"{name:5s} {delay:4g} ms: plain {statistics.median(runs[PLAIN].rates):6.1f} tok/s"]
     for variant, own in runs.items():
-        if variant == "plain":
+        if variant == PLAIN:
             continue
-        ratios, stats = own.ratios(plain), own.stats
+        ratios, stats = ratios_of(variant, runs), own.stats
         told = f"{variant} {statistics.median(ratios):.2f} x ({min(ratios):.2f}-{max(ratios):.2f}"
         if stats.proposed:
             length = stats.mean_acceptance_length or 0.0
@@ -199,21 +231,20 @@ def row(name: str, delay: float, runs: dict[str, Runs]) -> str:
     return "; ".join(parts)
 
 
-def summary(name: str, table: dict[float, dict[str, Runs]], args: argparse.Namespace) -> str:
+def summary(name: str, table: dict[float, Found]) -> str:
     """The table of ratios, and where each variant crosses plain decoding."""
-    variants = [variant for variant in next(iter(table.values())) if variant != "plain"]
+    variants = [variant for variant in next(iter(table.values())) if variant != PLAIN]
     width = max(map(len, variants)) + 2
-    lines = ["", f"{name}: tokens/s over plain decoding, median of {args.repeats} pairs"]
+    lines = ["", f"{name}: tokens/s over plain decoding, median of pairs"]
     lines.append("ms each way" + "".join(f"{variant:>{width}}" for variant in variants))
     medians: dict[str, list[float]] = {variant: [] for variant in variants}
     for delay, runs in table.items():
         for variant in variants:
-            medians[variant].append(statistics.median(runs[variant].ratios(runs["plain"])))
+            medians[variant].append(statistics.median(ratios_of(variant, runs)))
         cells = "".join(f"{medians[variant][-1]:>{width}.2f}" for variant in variants)
         lines.append(f"{delay:>11g}{cells}")
     crossings = [
-        crossover(args.delays, medians[variant]) if variant != "plain again" else ""
-        for variant in variants
+        crossover(list(table), medians[variant]) if variant != AGAIN else "" for variant in variants
     ]
     lines.append(f"{'crossover':>11}" + "".join(f"{text:>{width}}" for text in crossings))
     lines.append("")
@@ -306,11 +337,11 @@ def prompts_of(pair: Pair, args: argparse.Namespace) -> list[Prompt]:
 def variants_of(args: argparse.Namespace) -> list[Variant]:
     k, fan_out = args.k, args.fan_out
     return [
-        Variant("plain", 0, 0),
+        Variant(PLAIN, 0, 0),
         Variant(f"k={k}", k, 0),
         Variant(f"k={k} ahead", k, fan_out),
-        Variant("controller", None, fan_out),
-        Variant("plain again", 0, 0),
+        Variant(OURS, None, fan_out),
+        Variant(AGAIN, 0, 0),
     ]
 
 
@@ -318,6 +349,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=names, default=list(PAIRS), help=", ".join(PAIRS))
     parser.add_argument("--delays", type=numbers, default=[0, 0.5, 1, 2, 5, 10], help="ms each way")
+    parser.add_argument("--beyond", type=numbers, default=[20, 40], help="for the crossover alone")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--fan-out", type=int, default=4, help="outcomes that are prepared for")
     parser.add_argument("--repeats", type=int, default=5, help="turns of all variants")
@@ -338,7 +370,7 @@ def names(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    return [float(part) for part in text.split(",") if part]
 
 
 if __name__ == "__main__":

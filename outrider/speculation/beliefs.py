@@ -6,7 +6,7 @@ from dataclasses import replace
 from outrider.speculation.acceptance import AcceptanceModel, expected_tokens
 from outrider.speculation.costs import CostLine
 from outrider.speculation.length import Offer, RoundCosts
-from outrider.speculation.load import Kind, ProposerPool, TargetLoad
+from outrider.speculation.load import MOST_SCOUTS, Kind, ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
 
 _ROWS_PACE = 0.3
@@ -30,6 +30,7 @@ class Guesser:
         self._load = load
         self.acceptance = AcceptanceModel(pool.of_kind(kind))
         self.coverage = self.rows_a_guess = 1.0
+        self.scouts = False
         self._has_session = False
         self._hits = self._expected_hits = 10.0
 
@@ -42,6 +43,18 @@ class Guesser:
     def hit_scale(self) -> float:
         """Hits seen over hits expected."""
         return self._hits / self._expected_hits
+
+    def may_scout(self) -> bool:
+        """Whether the session is one of those who try it for all, as long as it is not known."""
+        if not self.scouts and self.pool.num_scouts < MOST_SCOUTS:
+            self.scouts = True
+            self.pool.num_scouts += 1
+        return self.scouts
+
+    def stop_scouting(self) -> None:
+        if self.scouts:
+            self.scouts = False
+            self.pool.num_scouts -= 1
 
     def without_opening(self, seen: Observation) -> Observation:
         """A round as it would have been with the session there already: the first proposal of a
@@ -129,10 +142,12 @@ class Beliefs:
 
     def leave(self) -> None:
         self._share.leave()
+        for guesser in self.guessers.values():
+            guesser.stop_scouting()
 
     def move(self, load: TargetLoad) -> None:
         """Another target: its costs, its load."""
-        self._share.leave()
+        self.leave()
         self.load, self._other_rows = load, None
         self._share = load.join(decides=self._decides)
         for guesser in self.guessers.values():

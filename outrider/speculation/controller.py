@@ -155,7 +155,9 @@ class AdaptiveController:
             self._beliefs.observe_plain(seen, 1, seen.total_s)
             self._course.plain_rounds(1)
             return
-        seen = guesser.without_opening(seen)
+        waited_s, seen = seen.total_s, guesser.without_opening(seen)
+        if waited_s > seen.total_s:
+            self._load.gate.opened(waited_s - seen.total_s)
         if seen.hit is not None:
             guesser.observe_hit(seen.hit, self.outcomes().hit_probability)
             if seen.prepared:
@@ -220,6 +222,14 @@ class AdaptiveController:
         self.decision = explain(plan, offers[self.proposer], costs)
 
     def _unknown_proposer(self) -> str:
-        known = _FIRST_ROUNDS
-        guessers = self._beliefs.guessers.items()
-        return next((n for n, g in guessers if g.draft.num_observations < known), "")
+        """One that is to be tried for what it costs; few sessions do that for all."""
+        guessers = self._beliefs.guessers
+        for guesser in guessers.values():
+            if guesser.scouts and guesser.draft.num_observations >= _FIRST_ROUNDS:
+                guesser.stop_scouting()
+        if not self._course.may_try_first():
+            return ""
+        for name, guesser in guessers.items():
+            if guesser.draft.num_observations < _FIRST_ROUNDS and guesser.may_scout():
+                return name
+        return ""

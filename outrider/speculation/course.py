@@ -83,6 +83,7 @@ class Course:
         self._check_left = -1
         self._other_every = self._other_due = _OTHER_EVERY
         self._phase = load.gate.phase
+        self._trial_joined = 0
         self._settled_proposer = proposer
         self.settled = 0
         self.proposer = proposer
@@ -102,13 +103,25 @@ class Course:
 
     def choose(self, table: Table, plain: Plan, rounds: int) -> int:
         """The next length, `rounds` after the last one was chosen; sets `proposer`, `trial`."""
-        phase = self._load.gate.phase
+        phase = self._phase_for_it()
         self._first_of_trial = phase is Phase.TRIAL and self._phase is not phase
         self._phase, self._rounds = phase, rounds
         self.trial, self.proposer = None, self._settled_proposer
         if self.settled:
             return self._from_speculation(table, plain)
         return self._from_plain(table, plain)
+
+    def may_try_first(self) -> bool:
+        """Whether a proposer that nothing is known of may be tried now."""
+        return self._phase_for_it() in (Phase.OPEN, Phase.TRIAL)
+
+    def _phase_for_it(self) -> Phase:
+        """The gate's; closed for a session that has no part in a trial."""
+        gate = self._load.gate
+        if gate.phase is not Phase.TRIAL:
+            return gate.phase
+        self._trial_joined = gate.joins_trial(self._trial_joined)
+        return Phase.TRIAL if self._trial_joined else Phase.CLOSED
 
     def try_first(self, proposer: str) -> int:
         """A round of a proposer that nothing is known of."""
@@ -118,6 +131,7 @@ class Course:
     def move(self, load: TargetLoad) -> None:
         """The session goes on at another target, as settled as it was."""
         self._load, self._phase, self._check_left = load, load.gate.phase, -1
+        self._trial_joined = 0
 
     def plain_rounds(self, count: int) -> None:
         self._account.plain_rounds(count)

@@ -5,6 +5,10 @@ small machine, share cores. Lines of cost that single sessions fit are too coars
 decides: one session that guesses may hold up all others, and half of them guessing may be worse
 than none or all. So all decode plainly together for a moment, or guess together for a moment,
 and what they make is compared.
+
+Of many sessions few begin a trial, and twice as many are let in every few rounds: what would cost
+all of them dearly shows before all take part. A trial ends where it has cost what a trial may, and
+the next one comes when plain decoding has paid for it.
 """
 
 import enum
@@ -18,6 +22,17 @@ _SETTLING_ROUNDS, _CLIMB_ROUNDS = 2, 7
 """Rounds before them: until sessions are in step, until lengths are what is thought best."""
 
 _LONGEST_CHECK = 24
+
+_FIRST_SHARE, _STAGE_ROUNDS, _STAGE_SETTLING = 8, 4, 2
+"""One in so many sessions begins a trial; rounds until twice as many take part, of which the first
+are not measured: a target that goes on by itself hears of it a round or two later."""
+
+_MOST_LOST = 3.0
+"""Plain rounds of each session that a trial of many may cost; twice as many where all begin at
+once, since their first guesses are fewer than pays."""
+
+_PAID_BY = 0.01
+"""Share of plain decoding that trials may cost in the long run."""
 
 _SOON = 16
 _FIRST_CHECK, _LAST_CHECK = 32, 512
@@ -107,6 +122,12 @@ class Gate:
     _left_out: float = 0.0
     _moves: float = 0.0
     _other_load: float = 0.0
+    _trial: int = 0
+    _ramps: bool = False
+    _places: int = 0
+    _joined: int = 0
+    _stage_began: float = 0.0
+    _lost: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -124,12 +145,27 @@ class Gate:
         left = math.ceil(self._now.wait - self._now.rounds)
         return max(left, 0) if self.phase is Phase.CLOSED else 0
 
+    def joins_trial(self, joined: int) -> int:
+        """The number of the trial under way if a session takes part, else 0; `joined` is what it
+        was told last."""
+        if joined != self._trial:
+            if self.phase is not Phase.TRIAL or self._joined >= self._places:
+                return 0
+            self._joined += 1
+        return self._trial
+
     def plain_round(self) -> tuple[float, float] | None:
         """Seconds of a round in which all decode plainly, and rows of its pass, as measured."""
         made = self._plain
         if made.rounds < self._num_sessions or self._load == 0:
             return None
         return made.seconds / made.rounds, made.rows / made.rounds
+
+    def opened(self, seconds: float) -> None:
+        """A session's first proposal has waited so long for the draft to have its prompt. That
+        pays for all rounds that follow; a trial with few counts it, since all would pay it."""
+        if self.phase is Phase.TRIAL and self._places < self._num_sessions:
+            self._lost += seconds * self._plain.per_s / self._num_sessions
 
     def moved(self) -> None:
         """A session has changed how much it guesses."""
@@ -144,9 +180,10 @@ class Gate:
         num_sessions: int,
         *,
         rounds: int = 1,
+        guesses: bool = True,
     ) -> None:
         """A session's rounds, in sums: tokens that they stand for, seconds, rows of their passes;
-        `guessing` is the share of sessions that guess."""
+        `guessing` is the share of sessions that guess, `guesses` whether it is one of them."""
         part = rounds / num_sessions
         self._follow_load(num_sessions, part)
         if self._load == 0:
@@ -157,9 +194,13 @@ class Gate:
         if self.phase is Phase.CHECK and guessing > 0.0:
             # Who still guesses, or did a moment ago, holds up the others.
             self._left_out = now.rounds + _SETTLING_ROUNDS
-        if now.rounds > self._left_out:
+        # Few that guess hold up the others, who gain nothing by it: what counts is what they make.
+        counts = guesses or self.phase is not Phase.TRIAL or self._places >= self._num_sessions
+        if now.rounds > self._left_out and counts:
             made = self._guessing if self.is_open else self._plain
             made.add(tokens, seconds, rows, rounds, _MEMORY**part)
+        if self.phase is Phase.TRIAL:
+            self._lost += (seconds * self._plain.per_s - tokens) / num_sessions
         self._go_on(guessing)
 
     def _go_on(self, guessing: float) -> None:
@@ -178,10 +219,17 @@ class Gate:
             if now.rounds >= now.wait:
                 self._enter(Phase.TRIAL)
         else:
-            few = now.rounds > _SETTLING_ROUNDS and guessing < _FEW
+            part = min(self._places / self._num_sessions, 1.0)
+            # Rounds that were promised to be plain come first; meanwhile nothing is lost.
+            few = now.rounds > _CLIMB_ROUNDS and guessing < _FEW * part
             hopeless = measured >= _SETTLING_ROUNDS and self._measured() < _HOPELESS_AT
-            if few or hopeless or measured >= _TRIAL_ROUNDS:
-                self._tried(failed=few or hopeless)
+            failed = (
+                few or hopeless or self._lost > (_MOST_LOST if self._ramps else 2.0 * _MOST_LOST)
+            )
+            if failed or (part == 1.0 and measured >= _TRIAL_ROUNDS):
+                self._tried(failed=failed)
+            elif part < 1.0 and now.rounds - self._stage_began >= _STAGE_ROUNDS:
+                self._let_in(2 * self._places)
 
     def _measured(self) -> float:
         return self._guessing.per_s / self._plain.per_s if self._plain.per_s else 1.0
@@ -209,18 +257,30 @@ class Gate:
             now.wait, now.check_after = _FIRST_WAIT, _FIRST_CHECK
             self._enter(Phase.OPEN)
         else:
-            now.wait = min(max(2.0 * now.wait, _FIRST_WAIT), _LONGEST_WAIT)
+            paid_after = self._lost / _PAID_BY
+            now.wait = min(max(2.0 * now.wait, _FIRST_WAIT, paid_after), _LONGEST_WAIT)
             self._enter(Phase.CLOSED)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self._now.rounds = 0.0
         self._now.closed = phase in (Phase.CLOSED, Phase.TRIAL)
-        self._left_out = _CLIMB_ROUNDS if phase is Phase.TRIAL else _SETTLING_ROUNDS
+        self._left_out = _SETTLING_ROUNDS
         if phase is Phase.CHECK:
             self._plain = _Made()
         elif phase is Phase.TRIAL:
-            self._guessing = _Made()
+            self._trial += 1
+            self._joined, self._lost = 0, 0.0
+            few = self._num_sessions // _FIRST_SHARE
+            self._ramps = few > 1
+            self._let_in(few if self._ramps else self._num_sessions)
+
+    def _let_in(self, count: int) -> None:
+        """So many sessions take part in the trial from now on."""
+        self._places, self._stage_began = count, self._now.rounds
+        all_in = count >= self._num_sessions
+        self._left_out = self._stage_began + (_CLIMB_ROUNDS if all_in else _STAGE_SETTLING)
+        self._guessing = _Made()
 
     def _follow_load(self, num_sessions: int, part: float) -> None:
         """Go by what was found with about so many sessions, once there are for some rounds."""

@@ -23,6 +23,11 @@ _OVERLAP_PACE = 1 / 64
 
 _CONTEXT_PACE = 0.02
 _ROUND_PACE = 0.02
+
+MOST_SCOUTS = 2
+"""Sessions that try a proposer of which nothing is known, at once: a first proposal waits until the
+draft has the prompt, and all who share the pass with that."""
+
 _RATE_KEPT = 0.95
 
 
@@ -47,6 +52,7 @@ class ProposerPool:
     name: str
     acceptance: PoolPrior = field(default_factory=PoolPrior)
     ranks: RankCounts = field(default_factory=RankCounts)
+    num_scouts: int = 0
     _drafts: dict[int, CostLine] = field(default_factory=dict)
     _kinds: dict[Kind, PoolPrior] = field(default_factory=dict)
 
@@ -211,7 +217,13 @@ class Share:
         load.count_round(tokens / rounds, seen.num_rows, self.tokens_per_s - before)
         rows = rounds * max(seen.batch_rows, seen.num_rows)
         load.gate.observe(
-            tokens, seconds, rows, load.share_guessing, load.num_sessions, rounds=rounds
+            tokens,
+            seconds,
+            rows,
+            load.share_guessing,
+            load.num_sessions,
+            rounds=rounds,
+            guesses=self._guesses,
         )
 
     @property

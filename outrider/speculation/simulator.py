@@ -53,6 +53,8 @@ class _Session:
     compute_s: float = 0.0
     prompt_rows: int = 0
     pace: Pace = field(default_factory=Pace)
+    is_open: bool = False
+    """The draft has the session and its prompt."""
 
     @property
     def context_len(self) -> int:
@@ -82,7 +84,8 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._queue: list[_Session] = []
-        self._busy_until = self._last_pass_s = self._host_until = 0.0
+        self._busy_until = self._last_pass_s = 0.0
+        self._host_until = self._opening_until = 0.0
         self._is_over = False
         self._result = Result()
         self._ranks = RankCounts()
@@ -130,7 +133,7 @@ class _Simulation:
             session.policy.plain_rounds()
             session.prepared = None
         elif session.prepared is None:
-            session.proposal_s = self._draft_s(session, session.asked, 1)
+            session.proposal_s = self._open_s(session) + self._draft_s(session, session.asked, 1)
             ready += session.proposal_s
             session.drafting_until = ready
         else:
@@ -209,7 +212,8 @@ class _Simulation:
     def _end_pass(self, batch: Sequence[_Session], rows: int) -> None:
         for session in batch:
             trip_s = self._world.guess_trip_s if session.asked else self._world.plain_trip_s
-            self._host_until = max(self._host_until, self._now) + self._world.host_s
+            host_s = self._world.host_s + self._world.guess_host_s * (session.asked > 0)
+            self._host_until = max(self._host_until, self._now) + host_s
             self._at(self._host_until + trip_s, self._end_round(session, rows))
         self._offer_pass()
 
@@ -261,6 +265,15 @@ class _Simulation:
         session.proposal_s = draft_s
         session.prepared_length = session.asked
         session.prepared_at = session.drafting_until = self._now + draft_s
+
+    def _open_s(self, session: _Session) -> float:
+        """Until the draft has what it needs for a session's first proposal."""
+        if session.is_open or not self._world.opening_s:
+            return 0.0
+        session.is_open = True
+        begins = max(self._opening_until, self._now)
+        self._opening_until = begins + self._world.opening_s * session.context_len
+        return self._opening_until - self._now
 
     def _draft_s(self, session: _Session, steps: int, outcomes: int) -> float:
         busy = sum(s.drafting_until > self._now for s in self._sessions if s is not session)

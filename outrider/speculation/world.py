@@ -21,7 +21,9 @@ class World:
     share by which draft and target slow each other down while both work. The target waits up to
     `gather` of a pass for sessions that are about to come back. A row costs `context_s` more for
     each token before it, and a token of a prompt `prompt_s`. The orchestrator handles one verdict
-    after the other, each for `host_s`. `noise` is relative.
+    after the other, each for `host_s`; what the tiers' own hosts do for a round with guesses adds
+    `guess_host_s`. The first proposal of a session waits until the draft has its prompt,
+    `opening_s` a token, one session after the other. `noise` is relative.
     """
 
     verify: Line
@@ -36,6 +38,8 @@ class World:
     context_s: float = 0.0
     prompt_s: float = 0.0
     host_s: float = 0.0
+    guess_host_s: float = 0.0
+    opening_s: float = 0.0
     noise: float = 0.05
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 from outrider.speculation.controller import AdaptiveController, Limits
+from outrider.speculation.course import Trial
 from outrider.speculation.gate import Gate, Phase
 from outrider.speculation.load import ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
@@ -130,3 +131,78 @@ def test_sessions_that_end_are_gone():
         session.close()
     assert load.num_sessions == 0 and load.share_guessing == 0
     assert abs(load.tokens_per_s) < 1e-6
+
+
+# A trial, and what it may cost
+
+
+@dataclasses.dataclass
+class Fleet:
+    """Sessions that share a pass, and slow it down by `cost` of a plain round for each that
+    guesses; a guess that is asked for brings `brings` tokens."""
+
+    sessions: int
+    cost: float
+    brings: int = 1
+    load: TargetLoad = dataclasses.field(default_factory=TargetLoad)
+    guessing: list[int] = dataclasses.field(default_factory=list)
+    phases: list[Phase] = dataclasses.field(default_factory=list)
+    lost: float = 0.0
+
+    def __post_init__(self) -> None:
+        pool = ProposerPool("draft")
+        self.controllers = [AdaptiveController(self.load, [pool]) for _ in range(self.sessions)]
+
+    def rounds(self, count: int) -> "Fleet":
+        for _ in range(count):
+            lengths = [controller.next_length() for controller in self.controllers]
+            guessing = sum(k > 0 for k in lengths)
+            seconds = 0.01 * (1.0 + self.cost * guessing)
+            rows = self.sessions + sum(lengths)
+            for k, controller in zip(lengths, self.controllers, strict=True):
+                accepted = min(self.brings, k)
+                controller.observe(Observation(k, accepted, 0.0, seconds, rows, num_asked=k))
+                self.lost += (seconds / 0.01 - 1.0 - accepted) / self.sessions
+            self.guessing.append(guessing)
+            self.phases.append(self.load.gate.phase)
+        return self
+
+
+def test_of_many_sessions_few_begin_a_trial():
+    fleet = Fleet(64, cost=0.05).rounds(300)
+    began = fleet.phases.index(Phase.TRIAL)
+    assert sum(fleet.guessing[:began]) <= 2 * 8  # Who finds out what a proposal costs.
+    assert 0 < max(fleet.guessing[began : began + 2]) <= 8
+    # With each that guesses all are slower: where half of them do, guessing costs too much.
+    assert max(fleet.guessing) <= 32
+    assert fleet.load.gate.phase is Phase.CLOSED
+
+
+def test_a_trial_of_many_costs_little_and_little_in_the_long_run():
+    for cost in (0.02, 0.2):
+        fleet = Fleet(32, cost).rounds(256)
+        assert max(fleet.guessing) > 0 and fleet.lost < 0.02 * 256, cost
+        assert fleet.rounds(600).lost < 0.015 * 856, cost
+
+
+def test_all_take_part_where_few_have_lost_nothing_and_what_pays_is_found():
+    for sessions in (16, 64):
+        fleet = Fleet(sessions, cost=0.3 / sessions, brings=2).rounds(120)
+        assert fleet.load.gate.phase in (Phase.OPEN, Phase.CHECK)
+        assert max(fleet.guessing) == sessions and fleet.lost < 0.0
+
+
+def test_an_unknown_proposer_is_tried_by_few():
+    load, pool = TargetLoad(), ProposerPool("draft")
+    sessions = [AdaptiveController(load, [pool]) for _ in range(32)]
+    load.gate.phase = Phase.OPEN
+    lengths = [session.next_length() for session in sessions]
+    for _ in range(2):
+        for k, session in zip(lengths, sessions, strict=True):
+            session.observe(Observation(k, 0, 0.001 * k, 0.02, 32 + sum(lengths), num_asked=k))
+        load.gate.phase = Phase.OPEN
+        lengths = [session.next_length() for session in sessions]
+    assert sum(session._course.trial is Trial.FIRST for session in sessions) <= 2
+    for session in sessions:
+        session.close()
+    assert pool.num_scouts == 0

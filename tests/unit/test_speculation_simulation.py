@@ -238,3 +238,37 @@ def test_sessions_that_share_a_card_guess_where_it_pays_together():
     assert made(None) > 1.1 * plain
     assert made(4, rate=0.4) < 0.7 * plain
     assert made(None, rate=0.4) > 0.97 * plain
+
+
+def fleet(pass_s: float, guess_host_s: float, crowd: float, sessions: int) -> tuple[float, float]:
+    """An H100's costs, hosts that are busy with each session that guesses, and an orchestrator
+    that knows nothing: what 256 tokens of each session make over plain decoding, and with k = 4."""
+    gpu = World(
+        Line(pass_s, 0.00001),
+        Line(0.00024, 0.0015, 0.000076),
+        Mode.PIPELINED,
+        guess_trip_s=0.0017,
+        crowd=crowd,
+        gather=0.7,
+        host_s=0.00006,
+        guess_host_s=guess_host_s,
+        opening_s=0.000012,
+        noise=0.03,
+    )
+    processes = [dataclasses.replace(constant(0.7, 256), prompt_len=64)] * sessions
+    plain, ours, pinned = (
+        simulate(gpu, processes, adaptive(gpu.mode, Limits(k))).tokens_per_s for k in (0, None, 4)
+    )
+    return ours / plain, pinned / plain
+
+
+def test_the_first_trial_of_many_sessions_costs_less_than_three_percent():
+    ours, pinned = fleet(0.00674, guess_host_s=0.0006, crowd=0.12, sessions=32)
+    assert pinned < 0.7
+    assert ours > 0.97
+
+
+def test_many_sessions_that_gain_by_guessing_find_that_in_their_first_trial():
+    ours, pinned = fleet(0.0213, guess_host_s=0.00025, crowd=0.055, sessions=16)
+    assert pinned > 1.3
+    assert ours > 1.15
