@@ -19,8 +19,8 @@ BUILD_FLAGS ?=
 VERSION     := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' outrider/__init__.py)
 IMAGE_TAG   ?= $(VERSION)
 
-# Where `make audit` asks for vulnerabilities: pypi or osv.
-AUDIT_SERVICE ?= pypi
+# Whoever is asked for vulnerabilities: osv.dev, or a mirror of its API.
+AUDIT_SERVICE ?= https://api.osv.dev
 
 # Schedules of `make chaos`, and the seed of the first one.
 SCHEDULES ?= 500
@@ -56,24 +56,18 @@ chaos: setup  ## 500 schedules of faults against a whole stack, an hour; FIRST=s
 exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
 	$(BIN)/pytest -m exactness tests/e2e
 
-check: setup check-chart  ## format, lint, types, import rules, protos, dependencies, the chart
+check: setup check-chart  ## format, lint, types, import rules, protos, dependencies and their vulnerabilities, the chart
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python protos/check.py
 	$(BIN)/python dependencies/check.py
+	$(BIN)/python dependencies/audit.py --service $(AUDIT_SERVICE)
 
-# A machine that cannot reach the service, or whose mirror of it knows nothing of a package, fails
-# here (--strict): no answer is not a good answer.
-audit: setup  ## known vulnerabilities of what is installed and locked; needs pypi.org or osv.dev
-	$(PYTHON) -m venv .audit
-	.audit/bin/pip install -q --disable-pip-version-check 'pip-audit>=2.9'
-	$(BIN)/pip freeze --exclude-editable | sed 's/+[^ ]*//' > .audit/installed.txt
-	for list in .audit/installed.txt $(wildcard docker/locks/*.txt); do \
-	  .audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off \
-	    --vulnerability-service $(AUDIT_SERVICE) --requirement $$list || exit 1; \
-	done
+# As in `make check`, but where the service does not answer it fails: no answer is not a good one.
+audit: setup  ## known vulnerabilities of what is installed and locked; needs osv.dev
+	$(BIN)/python dependencies/audit.py --service $(AUDIT_SERVICE) --required
 
 check-chart: .tools/.installed  ## the Helm chart: lint, schemas, checkov, golden files
 	$(BIN)/python helm/build --check
@@ -121,4 +115,4 @@ bench: setup  ## plain, speculative and transformers on 20 Spec-Bench prompts
 	  --compare plain,speculative,transformers --json bench-out/bench.json --plot bench-out/bench.png
 
 clean:
-	rm -rf $(VENV) .tools .audit bench-out
+	rm -rf $(VENV) .tools bench-out

@@ -3,7 +3,7 @@
 Every requirement has a lower bound that admits no version with a vulnerability named in
 policy.toml; nothing older than these is installed or locked for an image; and all that is
 delivered, with what it needs in turn, is under a licence that policy.toml allows. New
-vulnerabilities are not found here: `make audit` asks for those.
+vulnerabilities are not found here: audit.py asks for those.
 """
 
 import re
@@ -42,7 +42,7 @@ def main() -> int:
     ]
     faults = [
         *check_bounds(requirements(project), fixed),
-        *check_versions(installed(), fixed, "installed"),
+        *check_versions(installed().items(), fixed, "installed"),
         *check_licences(
             delivered(project), policy["licences"], policy["known_licences"], licence_of
         ),
@@ -83,13 +83,14 @@ def check_bounds(found: Iterable[Requirement], fixed: Iterable[Fixed]) -> Iterat
 
 
 def check_versions(
-    versions: Mapping[str, str], fixed: Iterable[Fixed], where: str
+    versions: Iterable[tuple[str, str]], fixed: Iterable[Fixed], where: str
 ) -> Iterator[str]:
     """Packages that are older than a fixed version."""
-    for entry in fixed:
-        version = versions.get(entry.package)
-        if version and Version(version) < entry.version:
-            yield f"{entry.package} {version} is {where}: {', '.join(entry.ids)}"
+    least = {entry.package: entry for entry in fixed}
+    for package, version in versions:
+        entry = least.get(package)
+        if entry and Version(version) < entry.version:
+            yield f"{package} {version} is {where}: {', '.join(entry.ids)}"
 
 
 def installed() -> dict[str, str]:
@@ -97,13 +98,15 @@ def installed() -> dict[str, str]:
     return {canonicalize_name(dist.name): dist.version for dist in metadata.distributions()}
 
 
-def locked(text: str) -> dict[str, str]:
-    """Versions in a list of pinned requirements."""
-    found = {}
+def locked(text: str) -> list[tuple[str, str]]:
+    """Names and versions in a list of pinned requirements; a package has one for each Python or
+    platform that needs its own."""
+    found = []
     for line in text.splitlines():
         name, pinned, rest = line.partition("==")
         if pinned and not line.startswith(("#", " ")):
-            found[canonicalize_name(name.partition("[")[0].strip())] = rest.split()[0].rstrip(";\\")
+            package = canonicalize_name(name.partition("[")[0].strip())
+            found.append((package, rest.split()[0].rstrip(";\\")))
     return found
 
 

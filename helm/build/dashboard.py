@@ -67,6 +67,18 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             {"a second": rate("outrider_cancellations_total", matchers=',tier="orchestrator"')},
         ),
+        Panel(
+            "Requests that wait",
+            "short",
+            {"{{pod}}": gauge("outrider_requests_waiting", "pod")},
+            stacked=True,
+        ),
+        Panel(
+            "Requests that got no place",
+            "short",
+            {"{{result}}": rate("outrider_admissions_total", "result", ',result!="began"')},
+            "full: too many waited; late: their turn came too late; no_target: none was there",
+        ),
     ),
     "Speculation": (
         Panel(
@@ -180,6 +192,21 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             {"{{pod}}: {{tier}}": gauge("outrider_links_up", "pod, tier")},
         ),
         Panel(
+            "Workers that came and went",
+            "short",
+            {"{{tier}}: {{change}}": rate("outrider_workers_changes_total", "tier, change")},
+            "refused: those that do not fit the others",
+        ),
+        Panel(
+            "Why generations went to their targets",
+            "short",
+            {
+                "{{chosen_for}}": rate("outrider_placements_total", "chosen_for"),
+                "moved on, {{tier}}": rate("outrider_moves_total", "tier"),
+            },
+            "session, prefix, index: for KV that was there; load: nothing was",
+        ),
+        Panel(
             "Connections lost, replies too late",
             "short",
             {
@@ -253,6 +280,12 @@ ROWS["KV blocks in Redis"] = (
             "store {{reason}}": rate("outrider_kv_store_errors_total", "reason"),
             "not written": rate("outrider_kv_store_offers_dropped_total"),
         },
+    ),
+    Panel(
+        "What orchestrators hear of prefixes",
+        "short",
+        {"{{result}}": rate("outrider_prefix_index_lookups_total", "result")},
+        "late: the request was placed without",
     ),
     Panel(
         "Workers that use the store",

@@ -1,6 +1,6 @@
 """The figures of `outrider top`: rates between two scrapes, and tables of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -8,9 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.scrape import Scrape
+from outrider.types import MAX_SPECULATIVE_TOKENS
 
 _POSITIONS = 8
 """Places of guesses that are shown."""
+_LENGTHS = tuple(map(str, range(MAX_SPECULATIVE_TOKENS + 1)))
 
 
 class _Change:
@@ -80,11 +82,14 @@ def _speculation(change: _Change) -> dict[str, Any]:
         asked = change.of("outrider_guesses_proposed_total", position=position)
         kept = change.of("outrider_guesses_accepted_total", position=position)
         by_position.append(ratio(kept, asked))
+    decisions = change.of("outrider_controller_decisions_total")
+    chosen = {k: change.of("outrider_controller_decisions_total", k=k) for k in _LENGTHS}
     return {
         "rounds_per_s": ratio(rounds, change.seconds),
         "round_s": ratio(round_s, rounds),
         "mean_acceptance_length": ratio(change.of("outrider_round_tokens_total"), rounds),
         "guesses_a_round": ratio(proposed, rounds),
+        "k_chosen": {k: count / decisions for k, count in chosen.items() if count},
         "acceptance": ratio(change.of("outrider_guesses_accepted_total"), proposed),
         "acceptance_by_position": by_position,
         "buffer_hits": ratio(
@@ -115,6 +120,10 @@ def _process(before: Scrape, now: Scrape) -> dict[str, Any]:
         "parked": now.total("outrider_works", state="parked"),
         "kv_used": ratio(now.total("outrider_kv_blocks", state="used"), blocks),
         "kv_cached": ratio(now.total("outrider_kv_blocks", state="cached"), blocks),
+        "prefix_hits": ratio(
+            change.of("outrider_prefix_tokens_total", result="shared"),
+            change.of("outrider_prefix_tokens_total"),
+        ),
         "passes_per_s": ratio(passes, change.seconds),
         "busy": change.per_s("outrider_pass_duration_seconds_sum"),
         "rows_a_pass": ratio(change.of("outrider_pass_rows_total"), passes),
@@ -167,6 +176,7 @@ def render(figures: dict[str, Any]) -> RenderableType:
         _pairs("requests", figures["requests"], _REQUEST_UNITS),
         _pairs("speculation", figures["speculation"], _SPECULATION_UNITS),
         _acceptance(figures["speculation"]["acceptance_by_position"]),
+        _lengths(figures["speculation"]["k_chosen"]),
         _processes(figures["processes"]),
         *_kv_stores(figures["processes"]),
     )
@@ -205,7 +215,13 @@ def _pairs(title: str, figures: dict[str, Any], units: dict[str, tuple[str, floa
 def _acceptance(by_position: Sequence[float | None]) -> Text:
     """How many guesses survive at each place."""
     shown = [_number(rate, 100, "%") for rate in by_position if rate is not None]
-    return Text("accepted by position: " + ("  ".join(shown) or "-") + "\n", style="dim")
+    return Text("accepted by position: " + ("  ".join(shown) or "-"), style="dim")
+
+
+def _lengths(chosen: Mapping[str, float]) -> Text:
+    """How often the controller wanted so many guesses."""
+    shown = [f"{k}: {_number(share, 100, '%')}" for k, share in chosen.items()]
+    return Text("k chosen: " + ("  ".join(shown) or "-") + "\n", style="dim")
 
 
 _COLUMNS = (
@@ -214,6 +230,7 @@ _COLUMNS = (
     ("waiting", "waiting", 1, ""),
     ("KV used", "kv_used", 100, "%"),
     ("cached", "kv_cached", 100, "%"),
+    ("prefix hits", "prefix_hits", 100, "%"),
     ("passes", "passes_per_s", 1, "/s"),
     ("busy", "busy", 100, "%"),
     ("rows", "rows_a_pass", 1, ""),

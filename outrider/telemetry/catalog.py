@@ -128,7 +128,13 @@ LABELS: Mapping[str, tuple[str, tuple[str, ...] | None]] = {
         (
             *("hit", "miss", "used", "unused", "shared", "computed"),
             *("written", "restored", "missed", "gone", "done", "late", "declined"),
+            *("known", "unknown", "failed", "began", "full", "no_target"),
         ),
+    ),
+    "change": (
+        "what happened to workers: they came, went, or were refused (other weights, another "
+        "tokenizer or protocol)",
+        ("came", "gone", "refused"),
     ),
     "state": (
         "of work, waiting for KV, running or parked until its draft answers; of KV blocks, used by "
@@ -147,6 +153,11 @@ LABELS: Mapping[str, tuple[str, tuple[str, ...] | None]] = {
         ),
     ),
     "for": ("what a draft guessed for", ("chain", "outcome")),
+    "chosen_for": (
+        "why this target: KV of a kept session; a prefix that this orchestrator sent there, or "
+        "that the index of KV blocks alone knows of; its load, where none had anything",
+        ("session", "prefix", "index", "load"),
+    ),
     "operation": ("an operation of the session store", None),
     "gen_ai.operation.name": (
         "chat, or text_completion for a prompt without messages",
@@ -238,6 +249,44 @@ _ORCHESTRATOR_METRICS = (
         "Generate calls that have ended.",
     ),
     _size("outrider.streams", "{stream}", (), (ORCHESTRATOR,), "Generations that run now."),
+    _counter(
+        "outrider.admissions",
+        "{request}",
+        ("result",),
+        (ORCHESTRATOR,),
+        "Requests that got a place at a target (began), or did not: too many waited (full), their "
+        "turn would have come or came too late (late), or no target was there (no_target).",
+    ),
+    _counter(
+        "outrider.placements",
+        "{generation}",
+        ("chosen_for",),
+        (ORCHESTRATOR,),
+        "Targets that were chosen for generations, at their beginning or when one had to go.",
+    ),
+    _counter(
+        "outrider.moves",
+        "{generation}",
+        ("tier",),
+        (ORCHESTRATOR,),
+        "Generations that went on with another worker of a tier: theirs was lost, is to go or, of "
+        "drafts, failed or had far more to do.",
+    ),
+    _counter(
+        "outrider.prefix_index.lookups",
+        "{prompt}",
+        ("result",),
+        (ORCHESTRATOR,),
+        "Prompts that the index of KV blocks was asked about: somebody holds a part of it (known) "
+        "or nobody (unknown), or the answer was late or failed.",
+    ),
+    _counter(
+        "outrider.workers.changes",
+        "{worker}",
+        ("tier", "change"),
+        (ORCHESTRATOR,),
+        "Workers that discovery brought, that were let go, and that do not fit the others.",
+    ),
     _size(
         "outrider.requests.waiting",
         "{request}",

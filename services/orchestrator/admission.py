@@ -55,6 +55,15 @@ class AdmissionLimits:
     target_wait_s: float
 
 
+OUTCOMES = {
+    "began": "began",
+    "full": "refused_full",
+    "late": "refused_late",
+    "no_target": "refused_without_target",
+}
+"""What comes of requests, and the counter of each."""
+
+
 class Admission:
     """`seat` for each request; `dispatch` whenever there may be room."""
 
@@ -67,7 +76,7 @@ class Admission:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """Requests that began, waited for it, were refused, and why."""
+        """Requests by OUTCOMES, and those that waited for theirs."""
         self._limits = limits
         self._callers = callers
         self._seats = seats

@@ -6,17 +6,21 @@ run and those that have ended.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from outrider.telemetry.catalog import ORCHESTRATOR
+from outrider.telemetry.catalog import ORCHESTRATOR, WORKERS
 from outrider.telemetry.metrics import NO_LABELS, Labels, Metrics, Sample
 from outrider.types import SpeculationStats
+from services.orchestrator.admission import OUTCOMES
 from services.orchestrator.decoder import RoundTimes
+from services.orchestrator.prefix_holders import ANSWERS
+from services.orchestrator.seating import CHOSEN_FOR
 from services.orchestrator.store_tally import StoreTally
+from services.orchestrator.workers import CHANGES
 
 _FRESH_S = 0.1
 """A sum over all generations serves all metrics of one collection."""
@@ -184,6 +188,40 @@ def watch_store(metrics: Metrics, tally: StoreTally) -> None:
     metrics.observe("outrider.tokens.sent_undurable", lambda: [(tally.sent_undurable, NO_LABELS)])
     metrics.observe(
         "outrider.fences", lambda: [(tally.fenced, {"tier": ORCHESTRATOR, "reason": "store"})]
+    )
+
+
+def watch_placement(
+    metrics: Metrics,
+    admissions: Mapping[str, int],
+    seats: Mapping[str, int],
+    lookups: Mapping[str, int],
+    workers: Mapping[str, Mapping[str, int]],
+) -> None:
+    """Tell which requests get a target, which one, and why; the counters of Admission, Seating,
+    PrefixHolders and, by name, of each Tier."""
+
+    def observe(name: str, label: str, counts: Mapping[str, int], values: Iterable[str]) -> None:
+        # All from the beginning: what is not there yet has no rate.
+        metrics.observe(name, lambda: [(counts.get(v, 0), {label: v}) for v in values])
+
+    metrics.observe(
+        "outrider.admissions",
+        lambda: [(admissions.get(key, 0), {"result": result}) for result, key in OUTCOMES.items()],
+    )
+    observe("outrider.placements", "chosen_for", seats, CHOSEN_FOR)
+    observe("outrider.prefix_index.lookups", "result", lookups, ANSWERS)
+    metrics.observe(
+        "outrider.moves",
+        lambda: [(seats.get(f"{tier}s_changed", 0), {"tier": tier}) for tier in WORKERS],
+    )
+    metrics.observe(
+        "outrider.workers.changes",
+        lambda: [
+            (counts.get(change, 0), {"tier": tier, "change": change})
+            for tier, counts in workers.items()
+            for change in CHANGES
+        ],
     )
 
 

@@ -23,6 +23,8 @@ MAX_TOKENS = 8192
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
+ANSWERS = ("known", "unknown", "late", "failed")
+"""Of the index: somebody holds something of the prompt, or nobody; it came too late, or not."""
 NOBODY: Mapping[int, int] = {}
 
 
@@ -37,8 +39,8 @@ class Index(Protocol):
 
 
 class PrefixHolders:
-    """Asks for each prompt once, and waits `wait_s` for it. `counters` tells how often somebody was
-    known, or nobody, or the answer was late or none. In the end `close`."""
+    """Asks for each prompt once, and waits `wait_s` for it. `counters` tells how often each of
+    ANSWERS was given. In the end `close`."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class PrefixHolders:
         self.counters: Counter[str] = Counter()
         self._index = index
         self._wait_s = wait_s
-        self._asking: set[asyncio.Task[dict[int, int]]] = set()
+        self._asking: set[asyncio.Task[dict[int, int] | None]] = set()
         self._late = False
         """An answer is out that nobody waits for any more."""
         self._threads = threads
@@ -78,7 +80,12 @@ class PrefixHolders:
             self._late = True
             self.counters["late"] += 1
             return NOBODY
-        return {target: blocks * size // BLOCK_TOKENS for target, blocks in task.result().items()}
+        found = task.result()
+        if found is None:
+            self.counters["failed"] += 1
+            return NOBODY
+        self.counters["known" if found else "unknown"] += 1
+        return {target: blocks * size // BLOCK_TOKENS for target, blocks in found.items()}
 
     async def close(self) -> None:
         for task in self._asking:
@@ -86,19 +93,18 @@ class PrefixHolders:
         await asyncio.gather(*self._asking, return_exceptions=True)
         await self._index.close()
 
-    async def _ask(self, salt: str, hashes: Sequence[int]) -> dict[int, int]:
+    async def _ask(self, salt: str, hashes: Sequence[int]) -> dict[int, int] | None:
+        """None: the index did not answer."""
         failures = self._index.failures
         found = await self._index.holders(salt, hashes)
         if self._index.failures > failures:
-            self.counters["failed"] += 1
             self._again_at = self._now() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            return {}
+            return None
         self._pause_s = _FIRST_PAUSE_S
-        self.counters["known" if found else "unknown"] += 1
         return found
 
-    def _answered(self, task: "asyncio.Task[dict[int, int]]") -> None:
+    def _answered(self, task: "asyncio.Task[dict[int, int] | None]") -> None:
         self._asking.discard(task)
         self._late = self._late and bool(self._asking)
 

@@ -25,6 +25,9 @@ _QUEUE_S = 0.25
 """Work that has waited for KV so many passes, and so long, says that a target is full."""
 _MOVE_FACTOR, _MOVE_SLACK = 1.5, 2.0
 """A draft has too many if it has so many times another one's and so many more."""
+CHOSEN_FOR = ("session", "prefix", "index", "load")
+"""What a target is chosen for: KV of a kept session; a prefix that this orchestrator sent there, or
+that the index of KV blocks alone knows of; its load, where nobody has anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,15 @@ class Seating:
     ) -> None:
         self.now = now
         self.counters: Counter[str] = Counter()
-        """Sessions placed, by prefix or again; targets and drafts that were changed."""
+        """How often a target was chosen, by what for (CHOSEN_FOR); targets and drafts that were
+        changed."""
         self._registry = registry
         self._room = room
         self._prefixes = PrefixIndex(_MAX_BLOCKS)
         self._places: OrderedDict[str, int] = OrderedDict()
         """Of kept sessions, the incarnation of the target that has their KV."""
         self._on_free: Callable[[], None] = lambda: None
+        self._num_chosen = 0
 
     def on_free(self, listener: Callable[[], None]) -> None:
         """Call this whenever a place has become free."""
@@ -187,11 +192,11 @@ class Seating:
 
     def _choose_target(self, demand: Demand, workers: list[Worker], now: float) -> Worker:
         """By prefix and load; a kept session's own target, if it is among them."""
-        self.counters["placed"] += 1
+        self._num_chosen += 1
         place = self._places.get(demand.session_id)
         for worker in workers:
             if worker.incarnation == place:
-                self.counters["placed_again"] += 1
+                self.counters["session"] += 1
                 return worker
         cached = self._prefixes.cached(demand.blocks)
         held = demand.holders
@@ -208,12 +213,18 @@ class Seating:
         ]
         most_cached = max(candidate.cached for candidate in candidates)
         chosen = choose(candidates, first_unseen(demand.blocks, most_cached))
-        self.counters["placed_by_prefix"] += chosen.cached > 0
-        self.counters["placed_by_index"] += chosen.cached > cached.get(chosen.key, 0)
+        self.counters[_chosen_for(chosen.cached, cached.get(chosen.key, 0))] += 1
         self._prefixes.add(demand.blocks, chosen.key)
-        if self.counters["placed"] % _PRUNE_EVERY == 0:
+        if self._num_chosen % _PRUNE_EVERY == 0:
             self._prefixes.retain(worker.incarnation for worker in self._registry.targets.workers)
         return next(worker for worker in workers if worker.incarnation == chosen.key)
+
+
+def _chosen_for(cached: int, sent: int) -> str:
+    """Of a target with so many cached blocks, as many of which this orchestrator sent there."""
+    if not cached:
+        return "load"
+    return "index" if cached > sent else "prefix"
 
 
 def _is_alike(info: worker_pb2.InfoResponse | None, before: worker_pb2.InfoResponse | None) -> bool:

@@ -34,7 +34,7 @@ from services.orchestrator.diagnosis import DiagnosisServicer
 from services.orchestrator.generation import Generation, Surroundings
 from services.orchestrator.learned import Learned
 from services.orchestrator.lifecycle import Lifecycle
-from services.orchestrator.metrics import watch_store
+from services.orchestrator.metrics import watch_placement, watch_store
 from services.orchestrator.models import ModelRegistry, ServedModel
 from services.orchestrator.observed import RequestWatch, Watch
 from services.orchestrator.opening import Call, Opener, Seats
@@ -308,6 +308,8 @@ def _watch(
     registry: ModelRegistry,
     admission: Admission,
     learned: Learned,
+    seating: Seating,
+    holders: PrefixHolders | None,
 ) -> Watch:
     """Tell of requests, the store and the workers."""
     if telemetry.metrics is not None:
@@ -321,6 +323,13 @@ def _watch(
             {tier: functools.partial(registry.links, tier) for tier in (TARGET, DRAFT)},
         )
         watch_buffers(telemetry.metrics, learned.buffer_uses)
+        watch_placement(
+            telemetry.metrics,
+            admission.counters,
+            seating.counters,
+            holders.counters if holders is not None else {},
+            {TARGET: registry.targets.counters, DRAFT: registry.drafts.counters},
+        )
     return Watch(
         telemetry,
         trace_every=config.trace_every,
@@ -368,7 +377,7 @@ async def _serve(config: OrchestratorConfig, telemetry: Telemetry) -> None:
             admission,
             seating,
             owner=owner,
-            watch=_watch(config, telemetry, store, registry, admission, learned),
+            watch=_watch(config, telemetry, store, registry, admission, learned, seating, holders),
             learned=learned,
             holders=holders,
         )

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 FRESH_S = 3.0
 """What a worker or another orchestrator said is believed for so long."""
+CHANGES = ("came", "gone", "refused")
+"""What happens to the workers of a tier; refused are those that do not fit the others."""
 _SLOW = 2.0
 """A pass that takes so many times the usual one is a slow worker's; less is noise."""
 _SLOWEST = 4.0
@@ -130,7 +132,7 @@ class Tier:
     ) -> None:
         self.name = name
         self.counters: Counter[str] = Counter()
-        """Workers that came, went, and were refused."""
+        """How many workers CHANGES happened to."""
         self._security = security
         self._examine = examine
         self._tell = tell

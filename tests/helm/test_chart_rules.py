@@ -14,7 +14,9 @@ from cryptography.x509.oid import ExtensionOID
 from cases import MATRIX, PROFILE_CASES
 from charts import CHART, NOT_YET, ROOT, Case, Manifest, named, of_kind, pods, render
 from outrider.config import load_config
+from outrider.telemetry.catalog import prometheus_names
 from outrider.types import Priority
+from queries import asked, faults
 from services.draft.service import WorkerConfig
 from services.orchestrator.callers import CallerLimits, Callers
 from services.orchestrator.config import OrchestratorConfig
@@ -73,6 +75,31 @@ def test_pods_may_nothing_that_they_need_not(case: Case) -> None:
             assert security["allowPrivilegeEscalation"] is False, name
             assert security["capabilities"] == {"drop": ["ALL"]}, name
             assert container["resources"]["limits"]["memory"], name
+
+
+@every_case
+def test_an_orchestrator_alone_may_ask_the_cluster_and_for_endpoints_alone(case: Case) -> None:
+    manifests = render(case)
+    roles = of_kind(manifests, "Role", "ClusterRole")
+    bindings = of_kind(manifests, "RoleBinding", "ClusterRoleBinding")
+    for account in of_kind(manifests, "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+    if not roles:
+        assert not bindings
+        targets = settings(manifests, "orchestrator")["OUTRIDER_ORCHESTRATOR_TARGETS"]
+        assert not targets.startswith("kubernetes:")
+        return
+    (role,), (binding,) = roles, bindings
+    assert (role["kind"], binding["kind"]) == ("Role", "RoleBinding")
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"],
+         "verbs": ["list", "watch"]}
+    ]  # fmt: skip
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    (pod,) = (pod for _, pod in pods(manifests) if tier_of(pod) == "orchestrator")
+    assert subject["kind"] == "ServiceAccount"
+    assert subject["name"] == pod["spec"]["serviceAccountName"]
 
 
 @every_case
@@ -547,14 +574,14 @@ def test_every_autoscaler_asks_for_signals_that_metrics_make() -> None:
         assert set(values[tier]["autoscaling"]["targets"]) <= set(signals), tier
     used = {name for tier in CONFIGS for name in values[tier]["autoscaling"]["targets"]}
     assert used == set(signals)
-    asked = set()
+    names: set[str] = set()
     for scaler in of_kind(render(case_of("keda")), "ScaledObject"):
         for trigger in scaler["spec"]["triggers"]:
             query = trigger["metadata"]["query"]
             assert "$selector" not in query and 'app_kubernetes_io_instance="demo"' in query
-            asked |= set(NAMES.findall(query))
-    catalog = pytest.importorskip("outrider.telemetry.catalog")
-    assert len(asked) >= 6 and asked <= set(catalog.prometheus_names())
+            assert not faults(query)
+            names |= {each.name for each in asked(query)}
+    assert len(names) >= 6
 
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -580,9 +607,8 @@ def test_each_alert_links_to_its_section() -> None:
 
 def test_the_runbook_names_values_and_metrics_that_there_are() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    catalog = pytest.importorskip("outrider.telemetry.catalog")
-    asked = set(re.findall(r"\b(?:outrider|gen_ai)_[a-z_]+", PAGE)) - {"outrider_scaling_"}
-    assert asked <= set(catalog.prometheus_names()), asked - set(catalog.prometheus_names())
+    named = set(re.findall(r"\b(?:outrider|gen_ai)_[a-z_]+", PAGE)) - {"outrider_scaling_"}
+    assert named <= set(prometheus_names()), named - set(prometheus_names())
     for path in re.findall(r"`([a-z][A-Za-z]*(?:\.[a-zA-Z]+)+)(?::[^`]*)?`", PAGE):
         parts = path.split(".")
         if parts[0] not in values or parts[-1] in ("crt", "key", "yaml", "md", "txt"):
@@ -593,38 +619,58 @@ def test_the_runbook_names_values_and_metrics_that_there_are() -> None:
             node = node.get(part)
 
 
-NAMES = re.compile(r"\b(?:outrider|gen_ai)_[a-z0-9_]+")
-OF_THE_TARGET = {"namespace", "app_kubernetes_io_instance", "app_kubernetes_io_component"}
-"""Labels that monitors add."""
-
-
-def test_dashboard_alerts_and_signals_ask_for_metrics_that_there_are() -> None:
-    catalog = pytest.importorskip("outrider.telemetry.catalog")
-    known = set(catalog.prometheus_names())
+def chart_queries() -> list[str]:
+    """All PromQL of dashboard, alerts and signals."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
-    queries = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
-    queries += [variable["query"]["query"] for variable in dashboard["templating"]["list"][1:]]
-    queries += [
-        alert["expr"] for alert in yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    found = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
+    alerts = yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    return [*found, *(alert["expr"] for alert in alerts), *values["metrics"]["signals"].values()]
+
+
+def test_dashboard_alerts_and_signals_ask_for_what_there_is() -> None:
+    """Prometheus takes them, and metrics, labels and values are those of the catalog."""
+    found = chart_queries()
+    assert len(found) > 60 and not [fault for query in found for fault in faults(query)]
+    assert len({each.name for query in found for each in asked(query)}) > 25
+    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
+    variables = [v["query"]["query"] for v in dashboard["templating"]["list"][1:]]
+    assert variables and all(v.startswith("label_values(outrider_streams") for v in variables)
+    assert "outrider_streams" in prometheus_names()
+
+
+def test_the_examples_of_the_metrics_page_are_queries() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    found = re.findall(r"^\| [^|]+ \| `([^`]*(?:outrider|gen_ai)_[^`]*)` \|$", page, re.MULTILINE)
+    # They are given without their ranges.
+    ranged = [re.sub(r"(rate\([a-z_]+(?:\{[^}]*\})?)\)", r"\1[5m])", query) for query in found]
+    assert len(found) > 8 and not [
+        fault for query in ranged for fault in faults(query.replace("instance", "pod"))
     ]
-    queries += values["metrics"]["signals"].values()
-    asked = {name for query in queries for name in NAMES.findall(query)}
-    assert len(asked) > 25 and asked <= known, asked - known
-    labels = {
-        name: {catalog.prometheus_label(key) for key in metric.labels}
-        for metric in catalog.METRICS
-        for name in metric.series
-    }
-    for query in queries:
-        for name, matchers in re.findall(r"(\w+)\{([^}]*)\}", query):
-            used = set(re.findall(r"(\w+)=", matchers)) - OF_THE_TARGET
-            assert used <= labels[name], (name, used - labels[name])
+
+
+@pytest.mark.parametrize(
+    ("query", "fault"),
+    [
+        ("sum(rate(outrider_rounds_total[5m])", "unclosed"),
+        ("rate(outrider_rounds_total)", "expected type"),
+        ("sum(outrider_strems)", "is no metric"),
+        ('outrider_works{tier="draft",stat="waiting"}', "no label stat"),
+        ('outrider_works{state="wating"}', "never wating"),
+        ('rate(outrider_requests_total{status=~"OK|FINE"}[5m])', "never FINE"),
+        ("sum by (kind) (outrider_works)", "no label kind"),
+        ("sum by (le) (outrider_works)", "no label le"),
+        ("1", "nothing"),
+    ],
+)
+def test_queries_for_what_there_is_not_are_noticed(query: str, fault: str) -> None:
+    [found] = faults(query)
+    assert fault in found
 
 
 def test_signals_are_recorded_under_the_names_that_scalers_ask_for() -> None:
     scaled = next(case for case in CASES if case.name == "hpa")
-    asked = {
+    wanted = {
         metric["external"]["metric"]["name"]
         for scaler in of_kind(render(scaled), "HorizontalPodAutoscaler")
         for metric in scaler["spec"]["metrics"]
@@ -635,7 +681,7 @@ def test_signals_are_recorded_under_the_names_that_scalers_ask_for() -> None:
         rule["record"] for group in rules["spec"]["groups"] for rule in group["rules"]
         if "record" in rule
     }  # fmt: skip
-    assert asked <= recorded and len(asked) == 6
+    assert wanted <= recorded and len(wanted) == 6
 
 
 def test_a_release_without_drafts_is_not_told_that_it_has_none() -> None:

@@ -4,10 +4,12 @@ asked through the orchestrator's Service port. `make images-test` builds what it
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import tempfile
@@ -18,11 +20,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from charts import CHART, ROOT, helm
+from charts import CHART, ROOT, Case, helm
 from kubelet import LIMITS, Kubelet, Pod, grpc_healthy, load, podman, write_projected
 from outrider.client import GenerationOptions, Message, OutriderClient
 from outrider.errors import Unauthenticated, Unavailable
 from outrider.rpc.channel import ChannelSecurity
+from timings import timings
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(900)]
 
@@ -165,6 +168,23 @@ async def test_nobody_gets_in_without_what_it_takes(stack: Stack) -> None:
     assert stranger.stdout.startswith("NOAUTH")
 
 
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plaintext", "without a certificate"])
+def test_the_store_answers_nobody_who_cannot_show_a_certificate(
+    stack: Stack, with_tls: bool
+) -> None:
+    context = ssl.create_default_context(cafile=str(stack.ca_file))
+    name = "demo-outrider-redis.outrider.svc.cluster.local"
+    answer = b""
+    talk = socket.create_connection((stack.pods["redis"].address, 6379), 10)
+    with contextlib.suppress(OSError):  # A reset, or an alert of TLS.
+        if with_tls:
+            talk = context.wrap_socket(talk, server_hostname=name)
+        talk.sendall(b"PING\r\n")
+        answer = talk.recv(99)
+    talk.close()
+    assert answer == b""
+
+
 def _info_code(channel: grpc.Channel) -> grpc.StatusCode:
     method = channel.unary_unary("/outrider.v1.TargetService/Info")
     with pytest.raises(grpc.RpcError) as refused:
@@ -176,15 +196,24 @@ def _info_code(channel: grpc.Channel) -> grpc.StatusCode:
 async def test_a_stream_outlives_the_end_of_its_orchestrator(stack: Stack) -> None:
     """preStop, SIGTERM, draining; then a new pod takes over the Service."""
     orchestrator = stack.pods["orchestrator"]
-    options = GenerationOptions(max_tokens=60, ignore_eos=True)
+    times = timings(Case("demo", profile="demo"))["orchestrator"]
     async with await stack.client() as client:
+        # Long enough, at this machine's pace, to be in its midst at SIGTERM, and to end in time.
+        lasts_s = times.pre_stop_s + times.drain_s / 3
+        started = time.monotonic()
+        pace = GenerationOptions(max_tokens=40, ignore_eos=True)
+        await client.complete([Message("user", "Tell me a tale.")], pace)
+        num_tokens = min(int(40 * lasts_s / (time.monotonic() - started)), 1800)
+        options = GenerationOptions(max_tokens=num_tokens, ignore_eos=True)
         chunks = []
         ending = None
         async for chunk in client.generate([Message("user", "Tell me a story.")], options):
             chunks.append(chunk)
             if ending is None:
+                started = time.monotonic()
                 ending = asyncio.create_task(asyncio.to_thread(stack.kubelet.stop, orchestrator))
-        assert sum(len(chunk.token_ids) for chunk in chunks) == 60
+        assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens
+        assert time.monotonic() > started + times.pre_stop_s, "it ended before SIGTERM came"
         assert ending is not None
         await ending
     assert orchestrator.exit_code() == 0, orchestrator.log()[-2000:]

@@ -27,6 +27,10 @@ outrider_guesses_proposed_total{{model="m",proposer="draft",position="0"}} {roun
 outrider_guesses_proposed_total{{model="m",proposer="draft",position="1"}} {rounds}
 # TYPE outrider_guesses_accepted_total counter
 outrider_guesses_accepted_total{{model="m",proposer="draft",position="0"}} {accepted}
+# TYPE outrider_controller_decisions_total counter
+outrider_controller_decisions_total{{model="m",proposer="draft",k="0"}} {accepted}
+outrider_controller_decisions_total{{model="m",proposer="draft",k="3"}} {rounds}
+outrider_controller_decisions_total{{model="m",proposer="draft",k="16"}} 7
 # TYPE outrider_streams gauge
 outrider_streams 3
 """
@@ -36,6 +40,11 @@ outrider_pass_rows_limit{tier="target",model="m"} 512
 # TYPE outrider_kv_blocks gauge
 outrider_kv_blocks{tier="target",model="m",state="used"} 25
 outrider_kv_blocks{tier="target",model="m",state="free"} 75
+"""
+PREFIXES = """
+# TYPE outrider_prefix_tokens_total counter
+outrider_prefix_tokens_total{{tier="target",model="m",result="shared"}} {shared}
+outrider_prefix_tokens_total{{tier="target",model="m",result="computed"}} {computed}
 """
 STORE = """
 # TYPE outrider_kv_store_up gauge
@@ -97,9 +106,19 @@ def test_figures_are_of_the_time_between_two_scrapes():
     assert speculation["acceptance"] == 0.25
     assert speculation["acceptance_by_position"][:3] == [0.5, 0.0, None]
     assert speculation["buffer_hits"] is None
+    assert speculation["k_chosen"] == {"0": 1 / 3, "3": 2 / 3}, (
+        "and what was not chosen is left out"
+    )
     front, target = found["processes"]
     assert (front["tier"], target["tier"]) == ("orchestrator", "target")
     assert target["kv_used"] == 0.25
+
+
+def test_prefix_hits_are_a_workers_own():
+    before = scraped(WORKER + PREFIXES.format(shared=10, computed=90), 0.0)
+    now = scraped(WORKER + PREFIXES.format(shared=40, computed=100), 1.0)
+    assert top_view.summary([before], [now])["processes"][0]["prefix_hits"] == 0.75
+    assert top_view.summary([now], [now])["processes"][0]["prefix_hits"] is None
 
 
 def test_a_process_that_was_started_anew_counts_from_nothing():
@@ -119,7 +138,7 @@ def test_tables(endpoint, capsys):
     both = endpoint(orchestrator(0, 0), orchestrator(50, 20)), endpoint(WORKER)
     assert main(["top", *both, "--interval", "0.1", "--count", "1"]) == 0
     shown = capsys.readouterr().out
-    for part in ("1.40", "40%  0%", "target", "25%"):
+    for part in ("1.40", "40%  0%", "k chosen: 0: 28.6%  3: 71.4%", "target", "25%"):
         assert part in shown
 
 

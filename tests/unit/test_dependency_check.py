@@ -32,13 +32,16 @@ def test_bounds(text, fault):
 
 
 def test_versions_installed_and_locked():
-    text = "# made by\nsome-package==1.4 \\\n    --hash=sha256:00\nother[x]==2.0 ; extra == 'y'\n"
+    text = (
+        "# made by\nsome-package==1.4 ; python_version < '3.12' \\\n    --hash=sha256:00\n"
+        "some-package==1.5 ; python_version >= '3.12'\nother[x]==2.0 ; extra == 'y'\n"
+    )
     locked = check.locked(text)
-    assert locked == {"some-package": "1.4", "other": "2.0"}
+    assert locked == [("some-package", "1.4"), ("some-package", "1.5"), ("other", "2.0")]
     assert list(check.check_versions(locked, FIXED, "in a.txt")) == [
         "some-package 1.4 is in a.txt: CVE-1"
     ]
-    assert not list(check.check_versions({"some-package": "1.5"}, FIXED, "installed"))
+    assert not list(check.check_versions([("some-package", "1.5")], FIXED, "installed"))
     assert check.installed()["pytest"] == pytest.__version__
 
 

@@ -375,6 +375,23 @@ async def test_a_burst_is_told_by_its_end_and_holds_up_nobody(server: KubeServer
         assert longest < 1.0
 
 
+async def test_a_reader_that_does_not_come_back_finds_the_newest_and_nothing_piles_up(
+    server: KubeServer,
+):
+    server.put(endpoint_slice("one", endpoint(A)))
+    source = KubernetesSource(KubeAccess(server.url), "targets", "", "")
+    async with contextlib.aclosing(source.watch()) as news:
+        assert [e.address for e in await anext(news)] == [f"{A}:50051"]
+        await until(lambda: server.num_watchers == 1)
+        for n in range(200):  # Nobody asks the source meanwhile; it listens all the same.
+            server.put(endpoint_slice("one", endpoint(f"10.3.0.{n}")))
+        await until(lambda: source.counters["events"] == 200)
+        assert [e.address for e in await anext(news)] == ["10.3.0.199:50051"]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(news), 0.1)
+        assert server.num_watchers == 1 and source.counters["watches"] == 1
+
+
 async def test_a_server_that_accepts_and_says_nothing_can_be_hung_up_on(server: KubeServer):
     server.silent = True
     try:

@@ -108,10 +108,10 @@ def test_what_the_index_knows_counts_like_what_was_placed_here():
         assert seat is not None and seat.target is not None
         assert seat.target.incarnation == key
         seat.leave()
-    assert seating.counters["placed_by_index"] == 3
+    assert seating.counters["index"] == 3
     # One that is not here any more is nobody.
     seat = seating.try_seat(demand(blocks=(1, 2), holders={999: 2}))
-    assert seat is not None and seating.counters["placed_by_index"] == 3
+    assert seat is not None and seating.counters["index"] == 3
 
 
 def test_the_index_is_asked_only_where_there_is_a_choice():

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
+import pkgutil
 
 import grpc
 import grpc.aio
@@ -12,6 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+import outrider.v1
 from outrider.errors import (
     InternalError,
     InvalidArgument,
@@ -204,6 +207,16 @@ async def status_of(channel, path, method, metadata=None):
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
+
+
+def test_every_service_of_the_protos_is_one_of_those_that_are_tried():
+    modules = (
+        importlib.import_module(f"outrider.v1.{module.name}")
+        for module in pkgutil.iter_modules(outrider.v1.__path__)
+        if module.name.endswith("_pb2")
+    )
+    found = {name for m in modules for name in m.DESCRIPTOR.services_by_name}
+    assert found == {service.name for service, _ in SERVICES}
 
 
 @pytest.mark.parametrize(("service", "add"), SERVICES, ids=lambda value: getattr(value, "name", ""))

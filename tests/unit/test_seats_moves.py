@@ -224,10 +224,10 @@ def test_prefixes_decide_and_a_restarted_target_has_none():
         again = scene.seat(blocks=(11, 12, 99))
         assert again.target is target
         again.leave()
-    assert scene.seating.counters["placed_by_prefix"] == 3
+    assert scene.seating.counters["prefix"] == 3
     restart(target, 777)
     scene.seat(blocks=blocks)
-    assert scene.seating.counters["placed_by_prefix"] == 3
+    assert scene.seating.counters["prefix"] == 3
 
 
 def test_a_worker_that_nobody_names_is_let_go_with_its_last_session():

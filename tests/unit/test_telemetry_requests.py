@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from seat_fakes import FakeRegistry, demand, worker
 from telemetry_harness import Kept
 
 from outrider.errors import Fenced, NotFound, OutriderError, Unavailable
@@ -19,8 +20,16 @@ from outrider.telemetry.service import OFF
 from outrider.types import Fence, FinishReason, SpeculationStats, VerificationMode
 from outrider.v1 import generation_pb2
 from services.orchestrator.decoder import RoundRecord, RoundTimes
-from services.orchestrator.metrics import Key, Progress, Sums, watch_generations, watch_store
+from services.orchestrator.metrics import (
+    Key,
+    Progress,
+    Sums,
+    watch_generations,
+    watch_placement,
+    watch_store,
+)
 from services.orchestrator.observed import Watch
+from services.orchestrator.seating import Room, Seating
 from services.orchestrator.store_commit import CommitQueue
 from services.orchestrator.store_tally import StoreTally
 
@@ -415,3 +424,41 @@ async def test_a_commit_that_is_repeated_is_counted_and_told_once():
     queue.append([3])
     await queue.drain()
     assert store.tally.commit_retries == 2 and told == [(9, 2), (11, 1)]
+
+
+def test_placement_is_told_by_what_targets_were_chosen_for(kept):
+    registry = FakeRegistry()
+    registry.targets.workers = [worker(f"t{n}", 100 + n) for n in range(2)]
+    seating, lookups = Seating(registry, Room()), dict[str, int]()
+    tiers = {"target": {"came": 3, "gone": 1}, "draft": {"refused": 2}}
+    admissions = {"began": 5, "waited": 4, "refused_late": 2}
+    watch_placement(kept.telemetry.metrics, admissions, seating.counters, lookups, tiers)
+    found = kept.points("outrider.admissions")
+    told = {dict(key)["result"]: n for key, n in found.items()}
+    assert told == {"began": 5, "late": 2, "full": 0, "no_target": 0}
+    placed = "outrider.placements"
+    assert set(kept.points(placed).values()) == {0} and len(kept.points(placed)) == 4
+
+    first = seating.try_seat(demand(session_id="kept", blocks=(1, 2)))
+    first.leave(keep=True)
+    seating.try_seat(demand(session_id="kept")).leave()
+    seating.try_seat(demand(session_id="other", blocks=(1, 9))).leave()
+    seating.try_seat(demand(session_id="third", blocks=(3, 4), holders={101: 2})).leave()
+    assert {dict(key)["chosen_for"]: n for key, n in kept.points(placed).items()} == {
+        "load": 1,
+        "session": 1,
+        "prefix": 1,
+        "index": 1,
+    }
+
+    seat = seating.try_seat(demand(session_id="moves", blocks=(1, 2)))
+    seat.target.link.draining = True
+    seat.find_target()
+    assert kept.value("outrider.moves", tier="target") == 1
+    assert kept.value("outrider.moves", tier="draft") == 0
+    lookups.update(late=2, known=1)
+    found = kept.points("outrider.prefix_index.lookups")
+    told = {dict(key)["result"]: n for key, n in found.items()}
+    assert told == {"known": 1, "unknown": 0, "late": 2, "failed": 0}
+    assert kept.value("outrider.workers.changes", tier="target", change="came") == 3
+    assert kept.value("outrider.workers.changes", change="refused") == 2
