@@ -244,14 +244,15 @@ class RemoteSession:
             self.link.post(entry)
 
     def close(self, *, opened_by_others: bool = False) -> None:
-        """Free the session's KV there; `opened_by_others` also if a target has opened it."""
-        info = self.link.info
-        if info is not None and (opened_by_others or self._asked == info.incarnation):
+        """Free the session's KV there, at once or when the worker is back from wherever it is;
+        `opened_by_others` also if a target has opened it."""
+        there = self.link.incarnation
+        if there and (opened_by_others or self._asked == there):
             entry = self._entry(timeout_s=10.0)
             entry.close.SetInParent()
             if opened_by_others:
                 entry.header.number = _LAST_NUMBER
-            self.link.post(entry)
+            self.link.close_session(entry, there)
         self._incarnation = self._asked = 0
 
     @property

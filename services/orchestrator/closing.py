@@ -15,7 +15,7 @@ def close_everywhere(
     registry: ModelRegistry, fence: Fence, tenant: str, *, but: Sequence[WorkerLink] = ()
 ) -> None:
     """Have whichever worker has the session free its KV, `but` those. Raises nothing and waits for
-    nothing; a worker that is away now frees it when it has been idle for long."""
+    nothing; a worker that is away now frees it when it is back."""
     routing = Routing(request_id="", tenant=tenant, model="")
     for link in (*registry.links("target"), *registry.links("draft")):
         if link in but:

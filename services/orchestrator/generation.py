@@ -156,6 +156,11 @@ class Generation:
         self._sent_undurable = taken.totals.sent_undurable if taken else 0
 
     @property
+    def epoch(self) -> int:
+        """In which it owns its session."""
+        return self._fence.epoch
+
+    @property
     def progress(self) -> Progress:
         """What has been counted here so far; what a former owner did is counted there."""
         released, taken = self._output.num_released, self._taken

@@ -18,6 +18,10 @@ class Streaming(Protocol):
 
     plan: GenerationPlan
 
+    @property
+    def epoch(self) -> int:
+        """In which it owns its session."""
+
     def supersede(self, error: OutriderError) -> None: ...
 
 
@@ -31,8 +35,8 @@ class Place:
         self._running = running
 
     def fill(self, generation: Streaming) -> None:
-        """The generation is made. An older stream of the same one, whose client is somewhere else
-        by now, ends."""
+        """The generation is made. Of two streams of the same one the older ends, whose client is
+        somewhere else by now."""
         self.generation = generation
         self._running.take_over(self)
 
@@ -74,14 +78,22 @@ class Running:
                 del self._latest[key]
 
     def take_over(self, place: Place) -> None:
+        """Which of two is the older says the epoch: calls may get here in another order than they
+        got to the store, and who ends thinks itself fenced there."""
         before = self._latest.get(place.key)
         if before is None or before.generation is None or before is place:
             self._latest[place.key] = place
             return
-        assert place.generation is not None
-        if before.generation.plan.session_id == place.generation.plan.session_id:
+        known, new = before.generation, place.generation
+        assert new is not None
+        if known.plan.session_id != new.plan.session_id:
+            return
+        older = known
+        if new.epoch < known.epoch:
+            older = new
+        else:
             self._latest[place.key] = place
-            before.generation.supersede(Fenced("it was resumed by another call"))
+        older.supersede(Fenced("it was resumed by another call"))
 
     async def drain(self, timeout_s: float) -> None:
         """Return when no generation runs, or the time is over. New ones are refused."""

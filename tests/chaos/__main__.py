@@ -6,11 +6,13 @@ python -m tests.chaos --kinds kill,cut       faults of these kinds only
 python -m tests.chaos --rolling              each part restarted under load, as the chart does
 python -m tests.chaos --stalls 40            time without a token when targets and orchestrators
                                              die, with the demo pair and default settings
+python -m tests.chaos --stalls 40 --pause    the same when targets are stopped, not killed
 """
 
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="", help=f"of {', '.join(Kind)}; default: all")
     parser.add_argument("--rolling", action="store_true", help="restart every part under load")
     parser.add_argument("--stalls", type=int, metavar="KILLS", help="kills of each tier")
+    parser.add_argument("--pause", action="store_true", help="stop targets instead of killing")
     parser.add_argument("--logs", type=Path, help="folder for logs (default: a new one)")
     parser.add_argument("--show", action="store_true", help="print schedules, run nothing")
     args = parser.parse_args()
@@ -55,7 +58,7 @@ def main() -> None:
     if args.rolling:
         sys.exit(asyncio.run(_rolling(folder, cache)))
     if args.stalls:
-        sys.exit(asyncio.run(_stalls(folder, args.stalls)))
+        sys.exit(asyncio.run(_stalls(folder, args.stalls, pause=args.pause)))
     run = LongRun(seeds, kinds, folder=folder, cache=cache, verbose=args.seed is not None)
     sys.exit(asyncio.run(run.run()))
 
@@ -67,15 +70,19 @@ async def _rolling(folder: Path, cache: Path) -> int:
         return rolling.tell(await rolling.roll(stack, references), folder)
 
 
-async def _stalls(folder: Path, kills: int) -> int:
+async def _stalls(folder: Path, times: int, *, pause: bool) -> int:
     settings = StackSettings(
         target="demo", draft="demo", orchestrator_settings={}, worker_settings={}
     )
+    kinds = [("target", signal.SIGKILL), ("orchestrator", signal.SIGKILL)]
+    if pause:
+        kinds = [("target", signal.SIGSTOP)]
     async with Stack(settings, folder) as stack:
         lines, errors = [], []
-        for tier in ("target", "orchestrator"):
-            found = await stalls.measure(stack, tier, kills)
-            lines.append(found.line(f"time without a token, a {tier} killed"))
+        for tier, number in kinds:
+            found = await stalls.measure(stack, tier, times, number=number)
+            what = "stopped" if pause else "killed"
+            lines.append(found.line(f"time without a token, a {tier} {what}"))
             errors += found.errors
         print("\n".join([*lines, *errors]))
         return 1 if errors else 0

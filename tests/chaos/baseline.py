@@ -5,9 +5,11 @@ Sequences that stay in a worker's cache of prefixes hold no KV block that counts
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from redis.asyncio import Redis
 
@@ -20,13 +22,11 @@ SLACK: Mapping[str, int] = {
     "tasks": 32,
     "files": 32,
     "memory": 96 << 20,
-    "Generation": 2,
-    "RemoteSession": 6,
-    "CommitQueue": 2,
 }
 """What a process may have more of than when it was new: connections to peers that have come since,
-buffers of the allocator, and what the last error of something long-lived, a connection to the store
-say, keeps by its traceback. Of sessions and blocks it may have none more."""
+the tasks that serve them, and buffers of the allocator. Of sessions, blocks and what belongs to a
+generation it may have none more: a stream's last error, which holds on to all of it, goes with the
+next call (`Stack.poke`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class Baseline:
         now = await held(self._stack)
         found = []
         for part, values in now.by_part.items():
-            process = self._stack.processes.get(part)
-            first = self._first.setdefault((part, process.pid if process else 0), _clean(values))
+            first = self._first.setdefault((part, self._stack.pid_of(part)), _clean(values))
             excess = Held({part: values}).excess(Held({part: first}))
             if excess:
                 found.append(excess)
@@ -101,7 +100,22 @@ async def held(stack: Stack) -> Held:
         used = info.kv_blocks_total - info.kv_blocks_free
         by_part[name] = {**by_part[name], "sessions": info.sessions, "blocks": used}
     by_part["store"] = {"lasting keys": await lasting_keys(stack)}
+    for name in TARGETS:
+        for rank, pid in enumerate(stack.rank_pids(name), start=1):
+            by_part[f"{name} rank {rank}"] = _size(pid)
     return Held(by_part)
+
+
+def _size(pid: int) -> Mapping[str, int]:
+    """Files and memory of a process; nothing where it has just ended."""
+    try:
+        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return {
+            "files": len(os.listdir(f"/proc/{pid}/fd")),
+            "memory": resident * os.sysconf("SC_PAGE_SIZE"),
+        }
+    except (OSError, IndexError):
+        return {}
 
 
 _ORDER_AGAIN_S = 1.0

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from .link import HERE
 from .points import ACTIONS, POINTS
-from .stack import DRAFTS, ORCHESTRATORS, STORE, TARGETS, links, role_of
+from .stack import DRAFTS, ORCHESTRATORS, RANKS, STORE, TARGETS, links, role_of
 
 
 class Kind(StrEnum):
@@ -48,6 +48,8 @@ class Fault:
     point: str = ""
     action: str = ""
     one_way: bool = False
+    rank: int | None = None
+    """Of `kill` and `pause` which rank of a group; None where the part is none."""
 
     @property
     def until_s(self) -> float:
@@ -62,7 +64,11 @@ class Fault:
             return f"{self.kind} {_side(self.part)}-{_side(self.other)}"
         if self.kind is Kind.POINT:
             return f"{self.action} {role_of(self.part)} {self.point}"
-        return f"{self.kind} {role_of(self.part)}"
+        return f"{self.kind} {role_of(self.part)}{self.of_group}"
+
+    @property
+    def of_group(self) -> str:
+        return "" if self.rank is None else f" rank {self.rank}"
 
     def describe(self) -> str:
         span = f"{self.at_s:5.2f} s, for {self.duration_s:.2f} s:"
@@ -80,7 +86,7 @@ class Fault:
                 way = " one way" if self.one_way else ""
                 return f"{span} cut {self.part}-{self.other}{way}"
             case _:
-                return f"{span} {self.kind} {self.part}"
+                return f"{span} {self.kind} {self.part}{self.of_group}"
 
 
 _WEIGHTS = {
@@ -122,7 +128,10 @@ def _draw(rng: random.Random, kind: Kind) -> Fault:
     if kind in _PROCESS_FAULTS:
         part = _draw_part(rng)
         limits = {Kind.PAUSE: (0.1, 4.0), Kind.RESTART: (0.0, 0.5)}.get(kind, (0.0, 1.5))
-        return Fault(kind, at_s, round(rng.uniform(*limits), 2), part)
+        duration_s, rank = round(rng.uniform(*limits), 2), None
+        if kind in (Kind.KILL, Kind.PAUSE) and part in RANKS:
+            rank = round(100 * at_s) % RANKS[part]
+        return Fault(kind, at_s, duration_s, part, rank=rank)
     part, other = rng.choice(links())
     duration_s = round(rng.uniform(0.2, 4.5 if kind is Kind.CUT else 3.0), 2)
     amount = {

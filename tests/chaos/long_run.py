@@ -11,7 +11,7 @@ from outrider.client import OutriderClient
 from .baseline import session_keys
 from .faults import Kind, schedule
 from .run import Result, Runner
-from .stack import ORCHESTRATORS, Stack, StackSettings
+from .stack import ORCHESTRATORS, RANKS, Stack, StackSettings
 from .streams import References
 from .verdicts import MAX_SHARE, MAX_SHARE_OF_ONE
 
@@ -113,13 +113,14 @@ async def load_references(stack: Stack, cache: Path) -> References:
 
 
 def make_settings(folder: Path) -> StackSettings:
-    """The tiny pair: a target, and a draft that is it with noise."""
+    """The tiny pair: a target, one of them a group of ranks, and a draft that is it with noise."""
     from tiny import make_model
 
     models = folder / "models"
     return StackSettings(
         target=str(make_model(models / "target")),
         draft=str(make_model(models / "draft", noise=0.02)),
+        ranks=RANKS,
     )
 
 

@@ -185,9 +185,9 @@ class _Act:
         return True
 
     async def _kill(self, fault: Fault) -> None:
-        self.note(f"kill {fault.part}")
+        self.note(f"kill {fault.part}{fault.of_group}")
         with self._outages.of(fault.part):
-            self._stack.send(fault.part, signal.SIGKILL)
+            self._stack.send_rank(fault.part, fault.rank or 0, signal.SIGKILL)
             await self._bring_back(fault)
 
     async def _bring_back(self, fault: Fault) -> None:
@@ -204,11 +204,12 @@ class _Act:
             await self._bring_back(fault)
 
     async def _pause(self, fault: Fault) -> None:
-        self.note(f"pause {fault.part}")
+        self.note(f"pause {fault.part}{fault.of_group}")
         with self._outages.of(fault.part):
-            self._stack.send(fault.part, signal.SIGSTOP)
+            self._stack.send_rank(fault.part, fault.rank or 0, signal.SIGSTOP)
             await asyncio.sleep(fault.duration_s)
-            self._stack.send(fault.part, signal.SIGCONT)
+            self._stack.send_rank(fault.part, fault.rank or 0, signal.SIGCONT)
+            await self._stack.settle(fault.part)
         self.note(f"{fault.part} goes on")
 
     async def _vanish(self, fault: Fault) -> None:
@@ -258,8 +259,10 @@ class _Act:
                 await self._bring_back(fault)
         elif fault.action == "stop":
             with self._outages.of(part):
+                stack.may_lose(part)
                 await asyncio.sleep(fault.duration_s)
                 stack.send(part, signal.SIGCONT)
+                await stack.settle(part)
             self.note(f"{part} goes on")
 
 

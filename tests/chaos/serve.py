@@ -25,6 +25,7 @@ from typing import Any
 
 ROLES = ("orchestrator", "target", "draft")
 EXEC = "exec"
+FOLLOWER = ("torch.distributed", "outrider.worker.following")
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 
@@ -34,7 +35,7 @@ def main() -> None:
     for role in ROLES:
         importlib.import_module(f"services.{role}.service")
     # What services import when they serve; nothing here may start a thread.
-    for name in ("uvloop", "torch", "transformers", "outrider.engine.cpu_pass"):
+    for name in ("uvloop", "torch", "transformers", "outrider.engine.cpu_pass", *FOLLOWER):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -118,10 +119,12 @@ def _enter(namespace: str) -> None:
 
 def _run(role: str, argv: list[str]) -> None:
     from .points import install
+    from .ranks import fork_ahead
 
     sys.argv = [role, *argv]
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    fork_ahead(int(os.environ.get(f"OUTRIDER_{role.upper()}_TENSOR_PARALLEL", 1)) - 1)
     install(role)
     importlib.import_module(f"services.{role}.service").main()
 

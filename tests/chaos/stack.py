@@ -1,5 +1,6 @@
 """A whole Outrider over several hosts: two orchestrators, targets and drafts, and a store.
 
+A target may be a group of ranks: rank 0 is the service's process, the others are children of it.
 Each part is a process on a host of its own (link.py); it comes back at the same address. The store
 is valkey with every commit on disk before it is acknowledged, so that it may be killed, too.
 """
@@ -7,6 +8,7 @@ is valkey with every commit on disk before it is acknowledged, so that it may be
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -32,12 +34,19 @@ ORCHESTRATORS = ("orchestrator-0", "orchestrator-1")
 TARGETS = ("target-0", "target-1")
 DRAFTS = ("draft-0", "draft-1")
 STORE = "store"
+RANKS: Mapping[str, int] = {"target-1": 2}
+"""Targets that are groups where schedules of faults run."""
 PARTS = (STORE, *TARGETS, *DRAFTS, *ORCHESTRATORS)
 _PORTS = {"orchestrator": 50051, "draft": 50052, "target": 50053, STORE: 6379}
 _START_S = 60.0
 _START_AGAIN_S = 0.3
 _ENDS = (0, -signal.SIGKILL, -signal.SIGTERM)
 """How processes end that were told to."""
+_LOST = 1
+"""How the service of a group ends that has lost a rank."""
+GROUP: Mapping[str, object] = {"group_timeout_s": 2, "group_start_s": 40}
+_GROUP_ENDS_S = 4.0
+"""After which a group that had a rank killed or asleep has noticed, or never will."""
 
 WORKER: Mapping[str, object] = {
     "dtype": "float32",
@@ -72,6 +81,8 @@ class StackSettings:
     draft: str
     orchestrator_settings: Mapping[str, object] = field(default_factory=lambda: ORCHESTRATOR)
     worker_settings: Mapping[str, object] = field(default_factory=lambda: WORKER)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of targets that are groups."""
 
 
 class Stack:
@@ -88,6 +99,8 @@ class Stack:
         self._channels: dict[str, Any] = {}
         self._condemned: set[int] = set()
         """Pids of processes that somebody has told to end."""
+        self._may_be_lost: set[int] = set()
+        """Pids of groups of which a rank was killed or asleep."""
         self._serving: set[int] = set()
         """Pids of processes that have got to serve."""
         self._watchers: set[asyncio.Task[None]] = set()
@@ -140,7 +153,7 @@ class Stack:
         self._ready_file(name).unlink(missing_ok=True)
         role = role_of(name)
         prefix = f"OUTRIDER_{role.upper()}_"
-        env = {prefix + key.upper(): str(v) for key, v in self._settings_of(role).items()}
+        env = {prefix + key.upper(): str(v) for key, v in self._settings_of(name).items()}
         env[ORDERS] = str(self._orders_file(name))
         process = await self._nursery.start(
             name,
@@ -174,8 +187,50 @@ class Stack:
         process = self.processes.get(name)
         return process is not None and process.lives
 
+    def rank_pids(self, name: str) -> list[int]:
+        """Processes of a group's ranks but rank 0, as far as they are there."""
+        process = self.processes[name]
+        if name not in self._settings.ranks or not process.lives:
+            return []
+        try:
+            path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            return [int(pid) for pid in path.read_text().split()]
+        except OSError:
+            return []
+
+    def pid_of(self, part: str) -> int:
+        """Of a part, or of a rank of it ("target-1 rank 1"); 0 where it is not there."""
+        name, _, rank = part.partition(" rank ")
+        if rank:
+            return next(iter(self.rank_pids(name)[int(rank) - 1 :]), 0)
+        process = self.processes.get(name)
+        return process.pid if process is not None else 0
+
+    def send_rank(self, name: str, rank: int, number: signal.Signals) -> None:
+        """Signal one rank of a group, which may be lost by it."""
+        if not rank:
+            self.send(name, number)
+        for pid in self.rank_pids(name)[rank - 1 : rank] if rank else ():
+            self.may_lose(name)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def may_lose(self, name: str) -> None:
+        """A rank of this group, if it is one, is killed or falls asleep."""
+        if name in self._settings.ranks:
+            self._may_be_lost.add(self.processes[name].pid)
+
+    async def settle(self, name: str) -> None:
+        """Until a group that may be lost is, and serves again; or is not."""
+        process = self.processes[name]
+        if process.pid in self._may_be_lost:
+            if await process.wait(_GROUP_ENDS_S) is not None:
+                await self.start(name)
+
     def send(self, name: str, number: signal.Signals) -> None:
         process = self.processes[name]
+        if number is signal.SIGSTOP:
+            self.may_lose(name)
         if number in (signal.SIGKILL, signal.SIGTERM):
             self._condemned.add(process.pid)
         process.signal(number)
@@ -219,6 +274,7 @@ class Stack:
     async def _watch(self, process: Process) -> None:
         await process.ended.wait()
         told = process.pid in self._condemned and process.status in _ENDS
+        told |= process.pid in self._may_be_lost and process.status == _LOST
         if process.pid in self._serving and not told:
             self.deaths.append(f"{process.name} ended with {process.status}; see {process.log}")
 
@@ -234,10 +290,13 @@ class Stack:
         except (RedisError, OSError, TimeoutError):
             return False
 
-    def _settings_of(self, role: str) -> Mapping[str, object]:
+    def _settings_of(self, name: str) -> Mapping[str, object]:
+        role, settings = role_of(name), self._settings
         if role == STORE:
             return {}
-        settings = self._settings
+        if name in settings.ranks:
+            group = {"tensor_parallel": settings.ranks[name], **GROUP}
+            return {**settings.worker_settings, **group}
         if role == "orchestrator":
             return settings.orchestrator_settings
         return settings.worker_settings
@@ -304,6 +363,8 @@ class Stack:
         for name in PARTS:
             if self.lives(name):
                 self.send(name, signal.SIGCONT)
+                for pid in self.rank_pids(name):
+                    os.kill(pid, signal.SIGCONT)
         for name in PARTS:  # What was told to end and has not yet, does now.
             process = self.processes[name]
             if process.lives and process.pid in self._condemned:

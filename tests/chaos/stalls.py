@@ -2,7 +2,8 @@
 
 Of each stream that was there when its target or orchestrator died: the longest time between two
 tokens from a moment before the kill on, as its client saw them. The pair and the settings are those
-that a user gets who says nothing.
+that a user gets who says nothing. Targets may be stopped instead (SIGSTOP): connections stay as
+they are, as where a host is cut off.
 """
 
 import asyncio
@@ -55,44 +56,51 @@ class Stalls:
     gaps_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     kills: int = 0
+    """Or times that something was stopped."""
 
     def line(self, what: str) -> str:
         ordered = sorted(self.gaps_s)
         numbers = ", ".join(
             f"p{100 * q:g} {_quantile(ordered, q):.3f} s" for q in (0.5, 0.9, 0.99, 1.0)
         )
-        return f"{what}: {self.kills} kills, {len(ordered)} streams hit: {numbers}"
+        return f"{what}: {self.kills} times, {len(ordered)} streams hit: {numbers}"
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else math.nan
 
 
-async def measure(stack: Stack, tier: str, kills: int) -> Stalls:
-    """Kill parts of a tier (`target` or `orchestrator`) in turn, each under streams of its own."""
+async def measure(
+    stack: Stack, tier: str, kills: int, *, number: signal.Signals = signal.SIGKILL
+) -> Stalls:
+    """Kill parts of a tier (`target` or `orchestrator`) in turn, each under streams of its own; or
+    stop them, by SIGSTOP, until their streams have gone on elsewhere."""
     found = Stalls()
     parts = TARGETS if tier == "target" else ORCHESTRATORS
-    for number in range(kills):
-        await _kill_one(stack, parts[number % len(parts)], tier, number, found)
+    for turn in range(kills):
+        await _kill_one(stack, parts[turn % len(parts)], tier, turn, number, found)
         print(found.line(tier), flush=True)
     return found
 
 
-async def _kill_one(stack: Stack, part: str, tier: str, number: int, found: Stalls) -> None:
+async def _kill_one(
+    stack: Stack, part: str, tier: str, turn: int, number: signal.Signals, found: Stalls
+) -> None:
     # The victim first: all streams are its, where orchestrators are killed.
     order = [part, *(n for n in ORCHESTRATORS if n != part)] if tier != "target" else ORCHESTRATORS
     async with await OutriderClient.connect(address=[stack.address(n) for n in order]) as client:
         readings = [_Reading() for _ in range(STREAMS)]
         tasks = [
-            asyncio.create_task(_read(client, reading, f"{number}-{index}"))
+            asyncio.create_task(_read(client, reading, f"{turn}-{index}"))
             for index, reading in enumerate(readings)
         ]
         try:
             await _reach(readings, tasks, [MIN_TOKENS] * STREAMS)
             hit = readings if tier != "target" else await _of_target(stack, part, readings)
             killed = time.monotonic()
-            stack.send(part, signal.SIGKILL)
-            await stack.processes[part].wait(10)
+            stack.send(part, number)
+            if number is signal.SIGKILL:
+                await stack.processes[part].wait(10)
             found.kills += 1
             told = [len(reading.arrivals) for reading in readings]
             await _reach(readings, tasks, [count + MIN_TOKENS for count in told])
@@ -100,6 +108,7 @@ async def _kill_one(stack: Stack, part: str, tier: str, number: int, found: Stal
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            stack.send(part, signal.SIGCONT)
             await stack.start(part)
             await _known(stack)
     for reading in hit:

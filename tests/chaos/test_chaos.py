@@ -17,8 +17,8 @@ from chaos.stack import ORCHESTRATORS, Stack
 from chaos.verdicts import MAX_SHARE_OF_ONE
 
 CACHE = Path(os.environ.get("OUTRIDER_CACHE", tempfile.gettempdir())) / "chaos"
-SCHEDULES = (6, 10, 16, 53, 56)
-"""Seeds whose faults hit orchestrators, targets, drafts and the store."""
+SCHEDULES = (6, 9, 10, 53, 56)
+"""Seeds whose faults hit orchestrators, targets, one rank of a target, drafts and the store."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 _REASON = why_not()
@@ -32,6 +32,10 @@ def test_a_schedule_is_the_same_for_the_same_seed() -> None:
     assert len({schedule(seed) for seed in range(50)}) == 50
     kinds = {fault.kind for seed in range(200) for fault in schedule(seed)}
     assert kinds == set(Kind)
+    labels = {fault.label for seed in range(200) for fault in schedule(seed)}
+    of_ranks = {f"{what} target rank {rank}" for what in ("kill", "pause") for rank in (0, 1)}
+    assert labels >= {"kill target", "pause target"} | of_ranks
+    assert any(fault.rank == 1 for seed in SCHEDULES for fault in schedule(seed))
 
 
 @needs_networks

@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -17,16 +19,20 @@ from outrider.errors import (
     Fenced,
     InternalError,
     NotFound,
+    OutriderError,
     PermissionDenied,
     ResourceExhausted,
     Unavailable,
 )
 from outrider.types import Fence, FinishReason, SessionState, chain_hash, new_session_id
+from services.orchestrator.durable import DurableGeneration
 from services.orchestrator.lease import Lease
+from services.orchestrator.running import Running
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_commit import FOR_EVER
 from services.orchestrator.store_index import index_key
 from services.orchestrator.store_values import Outcome, StoredSession
+from services.orchestrator.totals import Totals
 from store_servers import (
     Link,
     Server,
@@ -407,3 +413,58 @@ async def test_a_lease_is_renewed_and_says_when_it_is_lost(server: Server, link:
             await resume(other, fence)
         with pytest.raises(Fenced):
             await lease.renew(store, fence)
+
+
+class Resumed:
+    """What one call has resumed: `fill` its place with it, then `let_go`."""
+
+    def __init__(self, store: SessionStore, session: StoredSession) -> None:
+        assert session.last is not None
+        self.plan: Any = SimpleNamespace(
+            session_id=session.fence.session_id,
+            request_id="r1",
+            prompt_len=session.last.prompt_end,
+            durability=session.last.durability,
+            resumable=True,
+            keep=False,
+            stays=False,
+        )
+        self.epoch = session.fence.epoch
+        self.ended_by: OutriderError | None = None
+        self.durable = DurableGeneration(
+            self.plan,
+            store,
+            session.fence,
+            tenant="alice",
+            deadline=time.monotonic() + 60,
+            lease_s=5,
+            retry_s=1,
+            wait_s=1,
+        )
+        self.durable.take_up(session.durable_len, chain_hash(0, session.token_ids))
+
+    def supersede(self, error: OutriderError) -> None:
+        self.ended_by = error
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in order", "the later one first"])
+async def test_two_that_resume_at_one_orchestrator_leave_the_session_to_one_of_them(
+    store: SessionStore, turned: bool
+) -> None:
+    """The store answers the second call before the first; none of them takes it for its own."""
+    fence = await create(store)
+    await begin_noted(store, fence, resumable=True)
+    found = [await resume(store, fence) for _ in range(2)]
+    calls = [Resumed(store, session) for session in (reversed(found) if turned else found)]
+    running = Running(limit=2)
+    with contextlib.ExitStack() as stack:
+        for call in calls:
+            stack.enter_context(running.admitted("alice", "r1", resumes=True)).fill(call)
+        [older], [newer] = (
+            [call for call in calls if (call.ended_by is None) == goes_on]
+            for goes_on in (False, True)
+        )
+        await older.durable.let_go(older.ended_by)
+        await newer.durable.commit((3,), b"33", Totals())
+    assert isinstance(older.ended_by, Fenced) and older.epoch < newer.epoch
+    assert await log_of(store, fence) == [1, 2, 3]

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,26 @@ class More:
         )
         self.kube.put(made)
 
-    @contextlib.contextmanager
-    def target_held_up(self) -> Iterator[None]:
-        """Its target does nothing meanwhile, and does not hang up either."""
-        os.kill(self.target_process.pid, signal.SIGSTOP)
+    @contextlib.asynccontextmanager
+    async def target_held_up(self) -> AsyncIterator[None]:
+        """Its target does next to nothing meanwhile: it sleeps but for moments, in which it says
+        that it is there."""
+        pid = self.target_process.pid
+
+        async def doze() -> None:
+            while True:
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(0.9)
+                os.kill(pid, signal.SIGCONT)
+                await asyncio.sleep(0.02)
+
+        dozing = asyncio.create_task(doze())
         try:
             yield
         finally:
-            os.kill(self.target_process.pid, signal.SIGCONT)
+            dozing.cancel()
+            await asyncio.wait([dozing])
+            os.kill(pid, signal.SIGCONT)
 
     async def running(self, tier: str) -> int:
         """Work under way there, as it says itself; a pass in between counts as some."""
@@ -150,6 +162,45 @@ async def test_workers_come_and_go_under_load(stack: Rig, parts: Parts, more: Mo
         log = rig.log.read_text()
         assert log.count('"worker gone"') == 2, log
         assert more.kube.num_watchers == 2
+
+
+async def test_a_target_that_is_stopped_is_left_in_seconds_and_used_again(
+    stack: Rig, parts: Parts, more: More
+) -> None:
+    """Its connections stay as they are. What its sessions left there goes when it is back, not when
+    it has been idle for an hour."""
+    prompts = [f"left alone {number}" for number in range(8)]
+    options = {"max_tokens": 300, **COUPLED}
+    expected = await stack.complete_all(
+        prompts, num_speculative_tokens=0, seeds=True, concurrency=8, **options
+    )
+    targets = [stack.targets[0], more.target]
+    async with parts.orchestrator(stack.store_url, targets=targets, drafts=stack.drafts) as rig:
+        before = await rig.info(more.target)
+        streams = [Stream(rig, prompt, seed=n, **options) for n, prompt in enumerate(prompts)]
+        for stream in streams:
+            await stream.reaches(5)
+        assert (await rig.info(more.target)).sessions >= before.sessions + 2
+        os.kill(more.target_process.pid, signal.SIGSTOP)
+        try:
+            stopped = time.monotonic()
+            done = [await stream.end() for stream in streams]
+            assert 1.0 < time.monotonic() - stopped < 10, "gRPC alone would take half a minute"
+        finally:
+            os.kill(more.target_process.pid, signal.SIGCONT)
+        assert tokens_of(done) == tokens_of(expected)
+
+        async def is_used_again() -> bool:
+            asked = await rig.info(more.target)
+            await rig.complete_all([f"{time.monotonic()} {n}" * 8 for n in range(4)], max_tokens=3)
+            return (await rig.info(more.target)).prefix_tokens > asked.prefix_tokens
+
+        async def nothing_is_left() -> bool:
+            info = await rig.info(more.target)
+            return (info.sessions, info.kv_blocks_free) == (before.sessions, before.kv_blocks_free)
+
+        await until(nothing_is_left, "what was there is closed", timeout_s=20)
+        await until(is_used_again, "new sessions go there", timeout_s=20)
 
 
 @pytest.mark.parametrize(("drafting", "count"), [("direct", 12), ("relayed", 4)])
@@ -293,7 +344,7 @@ async def test_a_request_that_cannot_get_its_turn_in_time_is_told_so(
         stack.store_url, targets=[more.target], max_target_sessions=1, max_wait_s=1, max_waiting=1
     ) as rig:
         long = await Stream(rig, "long", max_tokens=400, ignore_eos=True).reaches(3)
-        with more.target_held_up():
+        async with more.target_held_up():
             started = time.monotonic()
             waits = asyncio.create_task(rig.complete("waits", timeout_s=30))
             await asyncio.sleep(0.05)
@@ -336,7 +387,7 @@ async def test_orchestrators_keep_to_what_a_target_takes_together(
         streams = [Stream(first, f"long {n}", max_tokens=300, ignore_eos=True) for n in range(4)]
         for stream in streams:
             await stream.reaches(3)
-        with more.target_held_up():
+        async with more.target_held_up():
             await until_equal(leases, [(0, 0), (4, 0)])
             await asyncio.sleep(1.1)  # until the second one has read what the first one wrote
             late = Stream(second, "late", max_tokens=5)

@@ -232,6 +232,7 @@ def test_long_stretches_are_told_in_parts() -> None:
 class FakeGeneration:
     plan: Any = PLAN
     superseded: list[Exception] = dataclasses.field(default_factory=list)
+    epoch: int = 1
 
     def supersede(self, error: Exception) -> None:
         self.superseded.append(error)
@@ -263,6 +264,19 @@ def test_a_call_takes_the_place_of_the_stream_that_it_resumes() -> None:
                 pass
         with running.admitted("u", "r"):
             pass
+
+
+def test_of_two_that_were_resumed_the_one_of_the_later_epoch_goes_on() -> None:
+    """Whichever is ready first: the other one does not own the session any more."""
+    for epochs in ((2, 3), (3, 2)):
+        running = Running(limit=3)
+        first, second = (FakeGeneration(epoch=epoch) for epoch in epochs)
+        older, newer = sorted((first, second), key=lambda generation: generation.epoch)
+        with running.admitted("t", "r", resumes=True) as one:
+            with running.admitted("t", "r", resumes=True) as other:
+                one.fill(first)
+                other.fill(second)
+                assert isinstance(older.superseded[0], Fenced) and not newer.superseded
 
 
 async def test_places_are_limited_and_given_back() -> None:

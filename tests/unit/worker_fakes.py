@@ -1,6 +1,7 @@
 """Workers that serve the worker protocol as far as being found goes: Info, Watch, tokenizer."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -47,6 +48,10 @@ class FakeWorker(target_pb2_grpc.TargetServiceServicer, draft_pb2_grpc.DraftServ
         self.ahead_us = 0
         """How far its clock is ahead."""
         self.probes = True
+        self.asleep = False
+        """It says nothing, like a process that was stopped."""
+        self.closed: list[str] = []
+        """Sessions that it was asked to close."""
         self.watchers = 0
         self.tokenizers = 0
         self._vitals = worker_pb2.WatchResponse(pass_us=1000)
@@ -83,13 +88,19 @@ class FakeWorker(target_pb2_grpc.TargetServiceServicer, draft_pb2_grpc.DraftServ
         self._news = asyncio.Event()
 
     async def Info(self, request: Any, context: Any) -> worker_pb2.InfoResponse:
+        await self._wakes()
         return self.info
 
     async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        async for _ in request_iterator:
-            pass
-        return
-        yield
+        async for request in request_iterator:
+            for entry in request.entries:
+                if self.asleep or not entry.HasField("close"):
+                    continue
+                self.closed.append(entry.header.session_id)
+                reply = worker_pb2.Reply(closed=worker_pb2.Closed())
+                reply.header.session_id = entry.header.session_id
+                reply.header.number = entry.header.number
+                yield worker_pb2.RunResponse(replies=[reply])
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         if not self.watches:
@@ -97,8 +108,19 @@ class FakeWorker(target_pb2_grpc.TargetServiceServicer, draft_pb2_grpc.DraftServ
         self.watchers += 1
         while True:
             news = self._news
+            await self._wakes()
             yield self._vitals
-            await news.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), 0.1)
+
+    async def Bulk(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for _ in request_iterator:
+            await self._wakes()
+            yield worker_pb2.BulkResponse(held=worker_pb2.Opened())
+
+    async def _wakes(self) -> None:
+        while self.asleep:
+            await asyncio.sleep(0.01)
 
     async def Probe(self, request: Any, context: Any) -> worker_pb2.ProbeResponse:
         if not self.probes:
