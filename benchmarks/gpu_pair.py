@@ -208,8 +208,10 @@ async def compare(
 def per_card(rate: float, variant: Variant, args: argparse.Namespace) -> str:
     """Tokens a second of each card in use; plain decoding leaves a draft's card to others."""
     target_device, draft_device = args.devices.split(",")
-    cards: int = args.tensor_parallel
-    cards += variant.k != 0 and draft_device != target_device
+    first = int(target_device.partition(":")[2] or 0)
+    targets = {first + rank for rank in range(args.tensor_parallel)}
+    drafts = {int(draft_device.partition(":")[2] or 0)} if variant.k != 0 else set[int]()
+    cards = len(targets | drafts)
     return f"{rate / cards:.1f} a card of {cards}"
 
 
