@@ -17,7 +17,8 @@ from outrider.errors import (
     OutriderError,
     Unsupported,
 )
-from outrider.remote.link import Listener, WorkerLink
+from outrider.remote.link import WorkerLink
+from outrider.remote.replies import Listener
 from outrider.remote.session import NOTHING_SPENT, RemoteSession, Spent
 from outrider.token_log import Tail, TokenLog
 from outrider.types import EMPTY_PREFIX_HASH

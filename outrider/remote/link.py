@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +13,8 @@ import grpc.aio
 
 from outrider.errors import FailedPrecondition, OutriderError, Unavailable
 from outrider.remote.closes import Closes, ReplyKey, key_of
+from outrider.remote.protocol import check_protocol
+from outrider.remote.replies import Replies
 from outrider.remote.silence import Silence
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.status import error_from_rpc
@@ -22,24 +23,6 @@ from outrider.v1 import draft_pb2_grpc, facts_pb2, target_pb2, target_pb2_grpc, 
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
-KNOWN_CAPABILITIES = frozenset(
-    {
-        "chain",
-        "tree",
-        "bulk",
-        "greedy",
-        "coupled",
-        "rejection",
-        "logprobs",
-        "min_tokens",
-        "more_rounds",
-        "drafts",
-        "ahead",
-        "alternatives",
-        "run_ahead",
-    }
-)
 MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_BATCH = 256
 _INFO_TIMEOUT_S = 5.0
@@ -66,72 +49,6 @@ class LinkCounters:
     replies: int = 0
     late_replies: int = 0
     reconnects: int = 0
-
-
-Listener = Callable[["worker_pb2.Reply | OutriderError"], None]
-
-
-class Replies:
-    """The replies to one entry, in order; one reader, or one listener."""
-
-    def __init__(self, forget: Callable[[], object]) -> None:
-        self._forget = forget
-        self._listener: Listener | None = None
-        self._arrived: deque[worker_pb2.Reply] = deque()
-        self._error: OutriderError | None = None
-        self._reader: asyncio.Future[None] | None = None
-
-    async def next(self, timeout_s: float) -> worker_pb2.Reply:
-        """Raises Unavailable (link broken), TimeoutError."""
-        if not self._arrived:
-            await self._wait(timeout_s)
-        if not self._arrived:
-            raise self._error or Unavailable("the link broke")
-        return self._arrived.popleft()
-
-    def drain(self) -> list[worker_pb2.Reply]:
-        """What has arrived and was not read yet."""
-        arrived = list(self._arrived)
-        self._arrived.clear()
-        return arrived
-
-    def close(self) -> None:
-        """Further replies are late ones."""
-        self._forget()
-
-    def listen(self, listener: Listener) -> None:
-        """Call this with each reply, or with why no more will come."""
-        self._listener = listener
-
-    def deliver(self, reply: worker_pb2.Reply) -> None:
-        if self._listener is not None:
-            self._listener(reply)
-            return
-        self._arrived.append(reply)
-        self._wake()
-
-    def break_off(self, error: OutriderError) -> None:
-        """No more replies will come."""
-        if self._listener is not None:
-            self._listener(error)
-            return
-        self._error = error
-        self._wake()
-
-    async def _wait(self, timeout_s: float) -> None:
-        if self._error:
-            return
-        loop = asyncio.get_running_loop()
-        self._reader = loop.create_future()
-        timer = loop.call_later(timeout_s, _expire, self._reader)
-        try:
-            await self._reader
-        finally:
-            timer.cancel()
-
-    def _wake(self) -> None:
-        if self._reader and not self._reader.done():
-            self._reader.set_result(None)
 
 
 class WorkerLink:
@@ -233,7 +150,7 @@ class WorkerLink:
             self._closes.add(entry)
             self.post(entry)
 
-    def send(self, entry: worker_pb2.Entry) -> "Replies":
+    def send(self, entry: worker_pb2.Entry) -> Replies:
         """Send; the replies are to be closed in the end. Raises Unavailable."""
         if not self.up:
             raise Unavailable(f"the {self.tier} at {self.address} is away")
@@ -464,22 +381,3 @@ class WorkerLink:
         """Let those who wait for a change look."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _expire(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_exception(TimeoutError())
-
-
-def check_protocol(info: worker_pb2.InfoResponse, address: str) -> None:
-    """Refuse a worker that speaks another protocol or asks for what is not known here."""
-    if not info.protocol_min <= PROTOCOL_VERSION <= info.protocol_max:
-        raise FailedPrecondition(
-            f"{address} speaks protocol {info.protocol_min} to {info.protocol_max}, this "
-            f"orchestrator {PROTOCOL_VERSION}"
-        )
-    unknown = set(info.required_capabilities) - KNOWN_CAPABILITIES
-    if unknown:
-        raise FailedPrecondition(
-            f"{address} requires capabilities unknown here: {', '.join(sorted(unknown))}"
-        )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from outrider import errors
-from outrider.remote.link import Replies, WorkerLink
+from outrider.remote.link import WorkerLink
+from outrider.remote.replies import Replies
 from outrider.token_log import TokenLog
 from outrider.types import Fence, GenerationSpec
 from outrider.v1 import worker_pb2

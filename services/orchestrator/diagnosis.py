@@ -12,7 +12,7 @@ import grpc.aio
 
 import outrider
 from outrider.errors import OutriderError, PermissionDenied
-from outrider.remote.link import KNOWN_CAPABILITIES, PROTOCOL_VERSION
+from outrider.remote.protocol import KNOWN_CAPABILITIES, PROTOCOL_VERSION
 from outrider.rpc.auth import current_caller
 from outrider.rpc.channel import ChannelSecurity
 from outrider.rpc.machine_facts import machine_facts
