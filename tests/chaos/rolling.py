@@ -25,8 +25,10 @@ PRE_STOP_S = 10 / SCALE
 DRAIN_S = {"orchestrator": 300 / SCALE, "target": 60 / SCALE, "draft": 60 / SCALE}
 RESERVE_S = 15
 """What the grace period has beyond preStop and draining; not scaled, as nothing waits for it."""
+MIN_READY_S = {"orchestrator": 10 / SCALE, "target": 15 / SCALE, "draft": 15 / SCALE}
+"""How long a part has to serve before the next one goes."""
 LOAD = 8
-_BETWEEN_S = 1.0
+_AT_FIRST_S = 1.0
 
 
 @dataclass
@@ -60,10 +62,10 @@ async def roll(stack: Stack, references: References) -> Rolled:
             for client in itertools.islice(itertools.cycle(given), LOAD)
         ]
         try:
-            await asyncio.sleep(_BETWEEN_S)
+            await asyncio.sleep(_AT_FIRST_S)
             for part in (*TARGETS, *DRAFTS, *ORCHESTRATORS):
                 await _restart(stack, part, rolled)
-                await asyncio.sleep(_BETWEEN_S)
+                await asyncio.sleep(MIN_READY_S[part.partition("-")[0]])
         finally:
             over.set()
             await asyncio.gather(*load)

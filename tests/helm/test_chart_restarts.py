@@ -26,6 +26,7 @@ def test_restarts_under_load_have_the_times_of_the_chart() -> None:
     for tier, times in found.items():
         assert rolling.PRE_STOP_S * rolling.SCALE == times.pre_stop_s, tier
         assert rolling.DRAIN_S[tier] * rolling.SCALE == times.drain_s, tier
+        assert rolling.MIN_READY_S[tier] * rolling.SCALE == times.min_ready_s, tier
         assert rolling.RESERVE_S == times.reserve_s, tier
 
 
