@@ -107,6 +107,7 @@ class RoundReport:
     plain_tokens_per_s: float = 0.0
     inputs: Mapping[str, float] = field(default_factory=dict)
     run_ahead: bool | None = None
+    proposal_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ def _session(result: RequestResult) -> TracedSession:
             batch_rows=report.batch_rows,
             context_len=report.context_len,
             hit=report.hit,
+            proposal_us=report.proposal_us,
         )
         for report in result.rounds
     )

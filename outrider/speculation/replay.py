@@ -175,6 +175,8 @@ def _fitted_draft(trace: Trace) -> Line:
     line = CostLine(relative_slope=0.5)
     for session in trace.sessions:
         for entry in _usual(session.rounds):
-            if entry.proposed and entry.hit is None:
-                line.observe(entry.draft_us / 1e6, entry.proposed)
+            # Where drafting was hidden, what was waited for says little of it.
+            took_us = entry.draft_us if entry.hit is None else entry.proposal_us
+            if entry.proposed and took_us:
+                line.observe(took_us / 1e6, entry.proposed)
     return line.line()

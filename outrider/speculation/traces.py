@@ -11,7 +11,11 @@ from outrider.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class TracedRound:
-    """A round: tokens, microseconds, rows of the pass, tokens of context; `hit` as observed."""
+    """A round: tokens, microseconds, rows of the pass, tokens of context; `hit` as observed.
+
+    `proposal_us` is from asking for the proposal to having it, of which the round waited for
+    `draft_us`; 0: not known.
+    """
 
     proposed: int
     accepted: int
@@ -21,6 +25,7 @@ class TracedRound:
     batch_rows: int = 0
     context_len: int = 0
     hit: bool | None = None
+    proposal_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,7 @@ class TextSegment(_message.Message):
     def __init__(self, length: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.TokenSource, str]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
-    __slots__ = ("proposed", "accepted", "draft_us", "verify_us", "round_us", "batch_rows", "context_len", "hit", "next_num_speculative_tokens", "next_fan_out", "next_proposer", "expected_tokens_per_s", "plain_tokens_per_s", "inputs", "run_ahead")
+    __slots__ = ("proposed", "accepted", "draft_us", "verify_us", "round_us", "batch_rows", "context_len", "hit", "next_num_speculative_tokens", "next_fan_out", "next_proposer", "expected_tokens_per_s", "plain_tokens_per_s", "inputs", "run_ahead", "proposal_us")
     class InputsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class RoundReport(_message.Message):
     PLAIN_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_US_FIELD_NUMBER: _ClassVar[int]
     proposed: int
     accepted: int
     draft_us: int
@@ -291,7 +292,8 @@ class RoundReport(_message.Message):
     plain_tokens_per_s: float
     inputs: _containers.ScalarMap[str, float]
     run_ahead: bool
-    def __init__(self, proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., round_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., context_len: _Optional[int] = ..., hit: bool = ..., next_num_speculative_tokens: _Optional[int] = ..., next_fan_out: _Optional[int] = ..., next_proposer: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., plain_tokens_per_s: _Optional[float] = ..., inputs: _Optional[_Mapping[str, float]] = ..., run_ahead: bool = ...) -> None: ...
+    proposal_us: int
+    def __init__(self, proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., round_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., context_len: _Optional[int] = ..., hit: bool = ..., next_num_speculative_tokens: _Optional[int] = ..., next_fan_out: _Optional[int] = ..., next_proposer: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., plain_tokens_per_s: _Optional[float] = ..., inputs: _Optional[_Mapping[str, float]] = ..., run_ahead: bool = ..., proposal_us: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("session_id", "completion_index", "offset", "token_ids", "token_sources", "text", "logprobs", "durable", "finish_reason", "seed", "speculation", "usage", "cut_text", "matched_stop", "text_segments", "rounds")

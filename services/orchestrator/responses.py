@@ -132,6 +132,7 @@ def _round_to_proto(record: RoundRecord) -> generation_pb2.RoundReport:
         round_us=int(seen.total_s * 1e6),
         batch_rows=seen.batch_rows,
         context_len=seen.context_len,
+        proposal_us=int(seen.proposal_s * 1e6),
         next_num_speculative_tokens=record.next_length,
         next_fan_out=record.next_fan_out,
     )

@@ -55,7 +55,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path):
     assert json.loads(lines[0])["note"] == 1
     assert json.loads(lines[1])["rounds"][0].keys() == {
         "proposed", "accepted", "draft_us", "verify_us", "round_us", "batch_rows", "context_len",
-        "hit",
+        "hit", "proposal_us",
     }  # fmt: skip
 
 
@@ -187,6 +187,17 @@ def test_rounds_that_waited_for_a_prompt_are_no_part_of_a_fit():
     )
     assert world.draft.predict(2) == pytest.approx(0.004, rel=0.01)
     assert world.verify.predict(3) + world.guess_trip_s == pytest.approx(0.021, rel=0.01)
+
+
+def test_the_draft_of_a_pipelined_trace_is_fitted_to_what_it_took_and_not_to_what_was_waited_for():
+    rounds = [
+        TracedRound(k, 1, 100, 21_000, 25_000, k + 1, hit=True, proposal_us=1000 + 2000 * k)
+        for k in (2, 3, 4)
+    ]
+    session = TracedSession("a", "c", (TracedRound(0, 0, verify_us=20_000), *rounds * 20))
+    world = world_of(Trace("pipelined", {}, (session,)), Mode.PIPELINED)
+    assert world.draft.predict(2) == pytest.approx(0.005, rel=0.05)
+    assert world.draft.predict(4) == pytest.approx(0.009, rel=0.05)
 
 
 def test_by_category_ours_stands_beside_the_best_fixed_length(
