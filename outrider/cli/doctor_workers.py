@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from outrider.cli import doctor_stores
 from outrider.cli import doctor_ways as ways
 from outrider.cli.doctor_values import Check, fail, ok, unknown, warn
+from outrider.remote.protocol import devices_of
 from outrider.v1 import diagnosis_pb2, worker_pb2
 
 Worker = diagnosis_pb2.WorkerFacts
@@ -82,8 +83,8 @@ def _devices(workers: tuple[Worker, ...]) -> Iterator[Check]:
     """Who computes at whose cost."""
     sharing: dict[str, list[Worker]] = defaultdict(list)
     for worker in workers:
-        if worker.up and worker.info.device_id:
-            sharing[worker.info.device_id].append(worker)
+        for device in devices_of(worker.info) if worker.up else ():
+            sharing[device].append(worker)
     for device, those in sharing.items():
         if len(those) < 2:
             continue

@@ -52,6 +52,8 @@ class LoadedModel:
     """The scheme that its weights are in, where that is another than `dtype`."""
     ranks: int = 1
     """Ranks that it is split over; `model` is the part of one of them."""
+    beside: tuple[torch.device, ...] = ()
+    """Devices of the other ranks on this host."""
 
     @property
     def dtype_name(self) -> str:
@@ -62,10 +64,19 @@ class LoadedModel:
     @property
     def device_id(self) -> str:
         """Names the device among all machines: a GPU by its own id, CPUs by their host's name."""
-        if self.device.type == "cuda":
-            return f"cuda-{torch.cuda.get_device_properties(self.device).uuid}"
-        return f"{self.device.type}-{socket.gethostname()}"
+        return _id_of(self.device)
+
+    @property
+    def other_device_ids(self) -> tuple[str, ...]:
+        """Those of the other ranks' devices on this host, where they are others."""
+        return tuple({_id_of(device) for device in self.beside} - {self.device_id})
 
     def named(self, name: str) -> "LoadedModel":
         """The same model under another name."""
         return dataclasses.replace(self, name=name)
+
+
+def _id_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda-{torch.cuda.get_device_properties(device).uuid}"
+    return f"{device.type}-{socket.gethostname()}"

@@ -35,3 +35,9 @@ def check_protocol(info: worker_pb2.InfoResponse, address: str) -> None:
         raise FailedPrecondition(
             f"{address} requires capabilities unknown here: {', '.join(sorted(unknown))}"
         )
+
+
+def devices_of(info: worker_pb2.InfoResponse) -> set[str]:
+    """The devices that a worker is known to compute on; workers that share one compute at each
+    other's cost."""
+    return {device for device in (info.device_id, *info.other_device_ids) if device}

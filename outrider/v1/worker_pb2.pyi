@@ -370,7 +370,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "incarnation", "protocol_min", "protocol_max", "capabilities", "required_capabilities", "kv_blocks_total", "kv_blocks_free", "kv_block_tokens", "sessions", "max_proposal_tokens", "eos_token_ids", "version", "draining", "max_rows", "preemptions", "prefix_tokens", "prefix_hit_tokens", "device_id", "tensor_parallel", "kv_store")
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "context_length", "dtype", "device", "incarnation", "protocol_min", "protocol_max", "capabilities", "required_capabilities", "kv_blocks_total", "kv_blocks_free", "kv_block_tokens", "sessions", "max_proposal_tokens", "eos_token_ids", "version", "draining", "max_rows", "preemptions", "prefix_tokens", "prefix_hit_tokens", "device_id", "tensor_parallel", "other_device_ids", "kv_store")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class InfoResponse(_message.Message):
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    OTHER_DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_STORE_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
@@ -424,8 +425,9 @@ class InfoResponse(_message.Message):
     prefix_hit_tokens: int
     device_id: str
     tensor_parallel: int
+    other_device_ids: _containers.RepeatedScalarFieldContainer[str]
     kv_store: KvStoreInfo
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ..., max_rows: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., device_id: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., kv_store: _Optional[_Union[KvStoreInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., required_capabilities: _Optional[_Iterable[str]] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., max_proposal_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., draining: bool = ..., max_rows: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., device_id: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., other_device_ids: _Optional[_Iterable[str]] = ..., kv_store: _Optional[_Union[KvStoreInfo, _Mapping]] = ...) -> None: ...
 
 class KvStoreInfo(_message.Message):
     __slots__ = ("up", "blocks_written", "bytes_written", "blocks_restored", "bytes_restored", "tokens_restored", "blocks_refused", "errors")

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -189,6 +189,9 @@ def _build(
         group = crew.meet(torch.device(device))
         loaded, limits = load(config, tier_name, device, group)
         runner = crew.lead(make_shard(loaded, limits, group))
+        local = range(1, layout.here)
+        beside = (torch.device(device_of(config.device, rank, layout.here)) for rank in local)
+        loaded = replace(loaded, beside=tuple(beside))
     tier = make_tier(loaded, limits.context_length)
     return Worker(runner, tier, limits, vocab_size=loaded.vocab_size), loaded
 

@@ -193,6 +193,7 @@ class WorkerServicer:
             prefix_tokens=load.prefix_tokens,
             prefix_hit_tokens=load.prefix_hit_tokens,
             device_id=loaded.device_id,
+            other_device_ids=loaded.other_device_ids,
             tensor_parallel=loaded.ranks,
             kv_store=self._kv_store.info() if self._kv_store else None,
         )

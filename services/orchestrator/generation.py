@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from outrider.errors import Fenced, InternalError, OutriderError
 from outrider.remote.link import WorkerLink
+from outrider.remote.protocol import devices_of
 from outrider.remote.session import RemoteSession, Routing
 from outrider.speculation.controller import AdaptiveController, Limits
 from outrider.speculation.forecast import Forecast
@@ -358,7 +359,8 @@ class Generation:
             return 0
         if self.plan.fan_out is not None:
             return self.plan.fan_out
-        if draft.device_id == self._model.info.device_id:
+        target = self._model.info
+        if draft.device_id == target.device_id or devices_of(draft) & devices_of(target):
             return 0
         return self._around.fan_out
 

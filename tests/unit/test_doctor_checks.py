@@ -216,6 +216,10 @@ async def test_workers_on_one_gpu_and_drafts_that_are_missing_are_told_of():
     async with servicer_of(worker(**gpu), worker("draft", **gpu)) as servicer:
         (check,) = judged(await diagnose(servicer))
     assert check.area == "devices" and "compute on one cuda:0" in check.detail
+    group = {"device": "cuda:0", "device_id": "GPU-0", "other_device_ids": ["GPU-1"]}
+    async with servicer_of(worker(**group), worker("draft", **gpu)) as servicer:
+        (check,) = judged(await diagnose(servicer))
+    assert (check.area, check.subject) == ("devices", "GPU-1")
     async with servicer_of(worker()) as servicer:
         (check,) = judged(await diagnose(servicer))
     assert (check.subject, check.status) == ("drafts", Status.WARN)
