@@ -53,8 +53,8 @@ test-slow: setup .tools/.installed  ## groups of ranks, workers that come and go
 chaos: setup  ## 500 schedules of faults against a whole stack, an hour; FIRST=seed, SCHEDULES=n
 	$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --start $(FIRST)
 
-exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts; takes minutes
-	$(BIN)/pytest -m exactness tests/e2e
+exactness: setup  ## design.md's table of guarantees on 40 Spec-Bench prompts, larger explorations; minutes
+	$(BIN)/pytest -m exactness tests/e2e tests/integration
 
 check: setup check-chart  ## format, lint, types, import rules, protos, dependencies and their vulnerabilities, the chart
 	$(BIN)/ruff format --check .

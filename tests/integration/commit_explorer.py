@@ -15,26 +15,10 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
+from explored_store import PROMPT, Broken, ExploredStore, Stored
 from outrider.errors import DataLoss
 from outrider.types import chain_hash
-from services.orchestrator.store_values import pack_tokens, unpack_tokens
 from services.orchestrator.takeover import Told, check_told
-
-KEYS = tuple(f"outrider:{{{'e' * 22}}}:{part}" for part in ("meta", "log", "notes"))
-PROMPT = (7,)
-TIMES = ("lease_until", "created", "began", "until")
-"""Fields of the session that are as of now; nothing here depends on them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """The session's keys; there is one object for each content."""
-
-    meta: dict[str, str]
-    log: bytes
-    notes: bytes
-    tokens: tuple[int, ...]
-    owner: tuple[int, str]
 
 
 class Message(NamedTuple):
@@ -97,22 +81,14 @@ class Scope:
     """Another client may resume the generation too, from its start."""
 
 
-class Broken(AssertionError):
-    """An invariant that does not hold, and what led there."""
-
-
 class Explorer:
     def __init__(
         self, redis: Redis, script: str, scope: Scope, *, compares_tokens: bool = True
     ) -> None:
-        self.redis = redis
+        self.store = ExploredStore(redis, script)
         self.scope = scope
         self.compares_tokens = compares_tokens
-        self.calls = 0
         self.refused: set[str] = set()
-        self._sha = str(redis.script_load(script))
-        self._known: dict[tuple[Any, ...], tuple[list[Any], Stored]] = {}
-        self._contents: dict[tuple[Any, ...], Stored] = {}
 
     def explore(self) -> int:
         """Visit every state; how many there are. Raises Broken."""
@@ -127,12 +103,8 @@ class Explorer:
         return len(seen)
 
     def _start(self) -> World:
-        self.redis.delete(*KEYS)
-        first = (int(self._run("create", "n0", 60_000, "t", "m", "", "f", "o")[1]), "n0")
-        args = (0, 0, pack_tokens(PROMPT), chain_hash(0, PROMPT), "r", "{}", "", 1, 60_000)
-        assert self._run("begin", *first, 1, 60_000, *args)[0] == b"ok"
-        world = World(self._read(), None)
-        return world.with_owner(0, Owner(first))
+        stored = self.store.begun()
+        return World(stored, None).with_owner(0, Owner(stored.owner))
 
     def _steps(self, world: World) -> Iterator[World]:
         for who in (0, 1):
@@ -168,8 +140,7 @@ class Explorer:
             return
         told = () if stranger else world.told
         nonce = owner.asked_to_take if repeats else f"n{world.takes + 1}"
-        args = ("t", nonce, "o", 60_000, "r", "", len(told))
-        reply, stored = self._ask(world.stored, "resume", *args)
+        reply, stored = self.store.resume(world.stored, nonce, len(told))
         if reply[0] != b"ok":
             self._may_be_refused(reply[0].decode(), f"{told} was told, the log is shorter")
             return
@@ -204,20 +175,7 @@ class Explorer:
 
     def _deliver(self, world: World, message: Message) -> Iterator[World]:
         """The commit arrives; its answer arrives or is lost."""
-        tokens = message.log[message.start :]
-        prefix, whole = (*PROMPT, *message.log[: message.start]), (*PROMPT, *message.log)
-        reply, stored = self._ask(
-            world.stored,
-            "commit",
-            *message.fence,
-            60_000,
-            len(prefix),
-            chain_hash(0, prefix),
-            pack_tokens(tokens),
-            chain_hash(0, whole),
-            bytes(len(tokens)),
-            "",
-        )
+        reply, stored = self.store.commit(world.stored, message.fence, message.start, message.log)
         if stored != world.stored and message.fence != world.stored.owner:
             raise Broken(f"stale write: {message} changed what {world.stored.owner} owns")
         if not stored.tokens[: len(world.stored.tokens)] == world.stored.tokens:
@@ -267,46 +225,3 @@ class Explorer:
             raise Broken(f"a token is lost or doubled: {tokens}")
         if makers != sorted(makers):
             raise Broken(f"an owner went on after its successor: {tokens}")
-
-    def _ask(self, stored: Stored, *args: Any) -> tuple[list[Any], Stored]:
-        """What the script answers and does in this state of the store."""
-        key = (stored, *args)
-        if key not in self._known:
-            self.calls += 1
-            pipe = self.redis.pipeline(transaction=True)
-            pipe.delete(*KEYS)
-            pipe.hset(KEYS[0], mapping=stored.meta)
-            for name, value in zip(KEYS[1:], (stored.log, stored.notes), strict=True):
-                pipe.set(name, value)
-            pipe.evalsha(self._sha, 3, *KEYS, *args)
-            self._reads(pipe)
-            *_, reply, meta, log, notes = pipe.execute()
-            self._known[key] = reply, self._stored(meta, log, notes)
-        return self._known[key]
-
-    def _run(self, *args: Any) -> list[Any]:
-        reply: list[Any] = self.redis.evalsha(self._sha, 3, *KEYS, *args)
-        return reply
-
-    def _read(self) -> Stored:
-        pipe = self.redis.pipeline(transaction=True)
-        self._reads(pipe)
-        return self._stored(*pipe.execute())
-
-    def _stored(self, meta: dict[bytes, bytes], log: bytes | None, notes: bytes | None) -> Stored:
-        fields = {name.decode(): value.decode() for name, value in meta.items()}
-        fields |= {name: "0" for name in TIMES if name in fields}
-        if len(log or b"") % 4:
-            raise Broken(f"half a token: {log!r}")
-        key = (*sorted(fields.items()), log or b"", notes or b"")
-        if key not in self._contents:
-            owner = int(fields["epoch"]), fields["nonce"]
-            tokens = unpack_tokens(log or b"")[len(PROMPT) :]
-            self._contents[key] = Stored(fields, log or b"", notes or b"", tokens, owner)
-        return self._contents[key]
-
-    @staticmethod
-    def _reads(pipe: Any) -> None:
-        pipe.hgetall(KEYS[0])
-        pipe.get(KEYS[1])
-        pipe.get(KEYS[2])

@@ -7,7 +7,8 @@ import pytest
 from redis import Redis
 
 import services.orchestrator.store
-from commit_explorer import Broken, Explorer, Scope
+from commit_explorer import Explorer, Scope
+from explored_store import Broken
 from store_servers import running_server
 
 SCRIPT = Path(services.orchestrator.store.__file__).with_name("session.lua").read_text()
@@ -35,7 +36,8 @@ LARGE = [
 def test_no_interleaving_loses_doubles_or_alters_a_token(redis: Redis, scope: Scope) -> None:
     explorer = Explorer(redis, SCRIPT, scope)
     states = explorer.explore()
-    print(f"{states} states, {explorer.calls} of the store, refusals: {sorted(explorer.refused)}")
+    calls = explorer.store.calls
+    print(f"{states} states, {calls} of the store, refusals: {sorted(explorer.refused)}")
     assert states > 1000
     assert "fenced/owner" in explorer.refused
     if scope.failover:  # A store that forgets is noticed, by its owner and by its reader.
