@@ -3,10 +3,6 @@
 Rounds of many sessions end in one pass of their target, so their commits are due at the same
 moment. What is asked for in one turn of the event loop goes out in one write over one connection,
 and each command has its own reply. Nothing waits for another batch.
-
-Verdicts of one pass are spread over some turns of the loop. While commands come that close together
-each waits a little for the next: a commit between two verdicts would hold the second one's next
-round up, and that wait holds up nobody's.
 """
 
 import asyncio
@@ -20,10 +16,6 @@ from redis.asyncio.connection import AbstractConnection
 Command = Sequence[str | bytes | int]
 
 _AGAIN_S = 0.01
-_CLOSE_S = 0.001
-"""Commands that are no further apart come together."""
-_GATHER_S = 0.0005
-"""How long the first of them waits for the others."""
 _MAX_BATCH = 512
 
 
@@ -34,17 +26,13 @@ class Batches:
         self._pool = pool
         self._timeout_s = timeout_s
         self._due: list[_Asked] = []
-        self._sent_at = 0.0
-        self._come_together = False
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def execute(self, command: Command) -> Any:
         """The reply. Raises RedisError, and TimeoutError when all of it, connecting included, has
         taken `timeout_s`."""
         loop = asyncio.get_running_loop()
-        if not self._due and self._come_together:
-            loop.call_later(_GATHER_S, self._send)
-        elif not self._due:
+        if not self._due:
             loop.call_soon(self._send)
         asked = _Asked(packed(command), loop.create_future())
         self._due.append(asked)
@@ -58,9 +46,6 @@ class Batches:
 
     def _send(self) -> None:
         due, self._due = self._due, []
-        now = asyncio.get_running_loop().time()
-        self._come_together = len(due) > 1 or now - self._sent_at < _CLOSE_S
-        self._sent_at = now
         for start in range(0, len(due), _MAX_BATCH):
             batch = due[start : start + _MAX_BATCH]
             task = asyncio.create_task(self._carry_out(batch), name="store-batch")

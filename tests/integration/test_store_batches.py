@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -11,7 +10,6 @@ from redis.asyncio import BlockingConnectionPool, Redis
 
 from outrider.errors import NotFound, Unavailable
 from outrider.types import Fence, chain_hash
-from services.orchestrator import store_batches
 from services.orchestrator.store import SessionStore
 from services.orchestrator.store_batches import Batches, packed
 from services.orchestrator.store_commit import CommitQueue
@@ -63,42 +61,6 @@ async def test_what_is_asked_at_once_goes_over_one_connection(
     echoes = [batches.execute(["ECHO", f"{n}"]) for n in range(1000)]
     assert await asyncio.gather(*echoes) == [b"%d" % n for n in range(1000)]
     assert await connections(server) - before <= 1 + 2  # Two of at most 512, and this question's.
-    await batches.close()
-
-
-async def test_what_comes_close_together_is_gathered_and_what_does_not_is_not_held_up(
-    pool: BlockingConnectionPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = []
-    exchange = Batches._exchange
-
-    async def noted(batches: Batches, batch: list[Any]) -> None:
-        sizes.append(len(batch))
-        await exchange(batches, batch)
-
-    monkeypatch.setattr(Batches, "_exchange", noted)
-    batches = Batches(pool, 2.0)
-
-    async def burst() -> None:
-        asked = []
-        for n in range(6):
-            asked.append(asyncio.create_task(batches.execute(["ECHO", n])))
-            await asyncio.sleep(0)  # Each in a turn of its own.
-        await asyncio.gather(*asked)
-
-    await burst()
-    first = len(sizes)
-    await burst()
-    assert first > 3 and sizes[first:] == [6]
-    sizes.clear()
-    waits = []
-    monkeypatch.setattr(store_batches, "_GATHER_S", 0.3)
-    for _ in range(4):
-        await asyncio.sleep(0.005)
-        started = asyncio.get_running_loop().time()
-        await batches.execute(["ECHO", "alone"])
-        waits.append(asyncio.get_running_loop().time() - started)
-    assert sizes == [1] * 4 and max(waits[1:]) < 0.2 < waits[0]  # It was a crowd before.
     await batches.close()
 
 
