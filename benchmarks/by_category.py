@@ -89,6 +89,42 @@ class Measured:
         return sum(a.token_ids != b.token_ids for a, b in pairs)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is measured: everything here at one stack, by turns."""
+
+    client: OutriderClient
+    prompts: Sequence[BenchPrompt]
+    systems: Sequence[System]
+    args: argparse.Namespace
+    found: dict[str, Measured] = field(default_factory=dict)
+
+    async def by_turns(self, name: str, number: int, play: Play) -> None:
+        """One measurement of each system."""
+        measured = self.found.setdefault(name, Measured())
+        for system in self.systems if number % 2 == 0 else self.systems[::-1]:
+            measured.add(system, await play(system))
+
+    async def alone(self, name: str, number: int, prompt: BenchPrompt, **more: Any) -> None:
+        """One measurement of each system: its answer to a prompt."""
+
+        async def play(system: System) -> list[Completion]:
+            return [await self.speak(prompt, system, number, **more)]
+
+        await self.by_turns(name, number, play)
+
+    async def speak(
+        self, prompt: BenchPrompt, system: System, seed: int, **more: Any
+    ) -> Completion:
+        options = GenerationOptions(
+            max_tokens=self.args.max_tokens,
+            temperature=self.args.temperature,
+            seed=seed,
+            num_speculative_tokens=system.k,
+        )
+        return await self.client.complete(client_prompt(prompt), replace(options, **more))
+
+
 async def main() -> int:
     args = parse()
     machine, started = describe_machine(), time.monotonic()
@@ -96,16 +132,18 @@ async def main() -> int:
     systems = [*(System(f"k={k}", k) for k in args.lengths), System(OURS, None)]
     prompts = read_prompts(args.file or default_prompts())
     config = StackConfig(target=args.target, draft=args.draft)
-    found: dict[str, Measured] = {}
     async with (
         LocalStack(config, on_event=lambda event: None) as stack,
         await OutriderClient.connect(address=stack.addresses[0]) as client,
     ):
+        run = Run(client, prompts, systems, args)
         for system in systems:
-            await speak(client, prompts[0], system, args, 0)
-        await by_category(client, prompts, systems, found, args)
-        await long_answers(client, prompts, systems, found, args)
-        await conversations(client, prompts, systems, found, args)
+            await run.speak(prompts[0], system, 0)
+        await by_category(run)
+        if args.long:
+            await long_answers(run)
+            await conversations(run)
+    found = run.found
     if args.json:
         args.json.write_text(json.dumps({name: report(one) for name, one in found.items()}))
     failures = [
@@ -126,66 +164,35 @@ async def main() -> int:
     return 1 if failures else 0
 
 
-async def by_category(
-    client: OutriderClient,
-    prompts: Sequence[BenchPrompt],
-    systems: Sequence[System],
-    found: dict[str, Measured],
-    args: argparse.Namespace,
-) -> None:
-    names = dict.fromkeys(prompt.category for prompt in prompts)
-    chosen = select_evenly(prompts, len(names) * args.prompts)
+async def by_category(run: Run) -> None:
+    names = dict.fromkeys(prompt.category for prompt in run.prompts)
+    chosen = select_evenly(run.prompts, len(names) * run.args.prompts)
     for number, prompt in enumerate(chosen):
-
-        async def play(system: System, prompt: BenchPrompt = prompt, seed: int = number) -> Any:
-            return [await speak(client, prompt, system, args, seed)]
-
-        await by_turns(systems, play, found.setdefault(prompt.category, Measured()), number)
+        await run.alone(prompt.category, number, prompt)
         last_round = number >= len(chosen) - len(names)
         if last_round:
-            print(row(prompt.category, found[prompt.category]), flush=True)
+            print(row(prompt.category, run.found[prompt.category]), flush=True)
 
 
-async def long_answers(
-    client: OutriderClient,
-    prompts: Sequence[BenchPrompt],
-    systems: Sequence[System],
-    found: dict[str, Measured],
-    args: argparse.Namespace,
-) -> None:
+async def long_answers(run: Run) -> None:
     """Each from another category."""
-    if not args.long:
-        return
-    options = {"max_tokens": args.long_tokens, "ignore_eos": True, "report_rounds": True}
-    found[LONG] = Measured()
-    for number, prompt in enumerate(select_evenly(prompts, args.long)):
-
-        async def play(system: System, prompt: BenchPrompt = prompt, seed: int = number) -> Any:
-            return [await speak(client, prompt, system, args, seed, **options)]
-
-        await by_turns(systems, play, found[LONG], number)
-        print(f"  long, {prompt.category}: {quarters(found[LONG])}", flush=True)
-    print(row(LONG, found[LONG]), flush=True)
+    options = {"max_tokens": run.args.long_tokens, "ignore_eos": True, "report_rounds": True}
+    for number, prompt in enumerate(select_evenly(run.prompts, run.args.long)):
+        await run.alone(LONG, number, prompt, **options)
+        print(f"  long, {prompt.category}: {quarters(run.found[LONG])}", flush=True)
+    print(row(LONG, run.found[LONG]), flush=True)
 
 
-async def conversations(
-    client: OutriderClient,
-    prompts: Sequence[BenchPrompt],
-    systems: Sequence[System],
-    found: dict[str, Measured],
-    args: argparse.Namespace,
-) -> None:
-    if not args.long:
-        return
+async def conversations(run: Run) -> None:
+    lengths, found = run.args.lengths, run.found
     by_name: dict[str, list[BenchPrompt]] = {}
-    for prompt in prompts:
+    for prompt in run.prompts:
         by_name.setdefault(prompt.category, []).append(prompt)
     # By what guesses bring: the longest fixed length's speed over the shortest's.
-    first, last = f"k={min(args.lengths)}", f"k={max(args.lengths)}"
+    first, last = f"k={min(lengths)}", f"k={max(lengths)}"
     order = sorted(by_name, key=lambda name: found[name].total(last) / found[name].total(first))
     turns = [order[0], order[-1]] * (TURNS // 2)
-    found[CONVERSATION] = Measured()
-    for number in range(args.long):
+    for number in range(run.args.long):
 
         async def play(system: System, number: int = number) -> list[Completion]:
             done: list[Completion] = []
@@ -193,34 +200,11 @@ async def conversations(
                 prompt = by_name[name][(number * TURNS + turn) % len(by_name[name])]
                 session = {"session_id": done[-1].session_id} if done else {}
                 kept = {"keep_session": turn + 1 < len(turns), "max_tokens": TURN_TOKENS}
-                done.append(await speak(client, prompt, system, args, number, **kept, **session))
+                done.append(await run.speak(prompt, system, number, **kept, **session))
             return done
 
-        await by_turns(systems, play, found[CONVERSATION], number)
+        await run.by_turns(CONVERSATION, number, play)
     print(row(f"{CONVERSATION} ({turns[0]}, {turns[1]})", found[CONVERSATION]), flush=True)
-
-
-async def by_turns(systems: Sequence[System], play: Play, measured: Measured, number: int) -> None:
-    """One measurement of each system."""
-    for system in systems if number % 2 == 0 else systems[::-1]:
-        measured.add(system, await play(system))
-
-
-async def speak(
-    client: OutriderClient,
-    prompt: BenchPrompt,
-    system: System,
-    args: argparse.Namespace,
-    seed: int,
-    **more: Any,
-) -> Completion:
-    options = GenerationOptions(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=seed,
-        num_speculative_tokens=system.k,
-    )
-    return await client.complete(client_prompt(prompt), replace(options, **more))
 
 
 # --- what is told ---------------------------------------------------------------------------------

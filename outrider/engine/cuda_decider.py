@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.engine.cuda_inputs import Inputs
 from outrider.engine.deciding import EagerDecider, Verified
-from outrider.engine.drawing import has_cuts, must_go_on
+from outrider.engine.drawing import bans, has_cuts
 from outrider.sampling import BlockOutcome, Chain
 from outrider.sampling.cuda_block import KEY_WORDS, DeviceChains, decide_chains
 from outrider.sampling.cuda_sampler import ROW_WORDS, fill_rows, processed_rows
@@ -51,7 +51,8 @@ class CapturedDecider:
     def read(self, rows: Tokens[Verified]) -> None:
         count = sum(len(each.positions) for each in rows)
         self._bucket = None
-        if count > MAX_DECIDED_ROWS or any(map(_is_masked, rows)):
+        masked = any(bans(each.spec, each.positions[0]) for each in rows)
+        if count > MAX_DECIDED_ROWS or masked:
             self._eager.read(rows)
             return
         torch.cat([each.logits for each in rows], out=self._logits[:count])
@@ -178,7 +179,3 @@ class _Bucket:
                 self._host_weights[index, size:] = 0
             row += chain.num_rows
         host["lengths"][len(chains) :] = -1
-
-
-def _is_masked(rows: Verified) -> bool:
-    return bool(rows.spec.stop_ids) and must_go_on(rows.spec, rows.positions[0])

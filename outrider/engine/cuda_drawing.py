@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.engine.cuda_inputs import Inputs
 from outrider.engine.cuda_kernels import BLOCK_TOKENS, copy_blocks
-from outrider.engine.drawing import must_go_on
+from outrider.engine.drawing import bans
 from outrider.engine.rows import Draw, Rows, branch_places
 from outrider.sampling import cuda_sampler, cuda_sparse
 from outrider.sampling.cuda_sampler import CANDIDATES
@@ -38,8 +38,7 @@ MAX_SPARSE_ROWS = 64
 def can_draw(draw: Draw) -> bool:
     """Whether the kernels draw this: nothing masked (min_tokens), and branches whose tokens are
     among the candidates, of which one can be the token that stands."""
-    masked = draw.spec.stop_ids and must_go_on(draw.spec, draw.base_len)
-    if masked or draw.steps + bool(draw.branches) > MAX_STEPS:
+    if bans(draw.spec, draw.base_len) or draw.steps + bool(draw.branches) > MAX_STEPS:
         return False
     ranks = all(branch.rank < MAX_OTHERS for branch in draw.branches)
     return ranks and draw.alternatives <= MAX_OTHERS

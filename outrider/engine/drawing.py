@@ -133,10 +133,9 @@ def is_pick(draw: Draw) -> bool:
     """Whether all it asks for are picks among all tokens: nothing is masked (min_tokens), cut off
     or ranked, and no distribution or log probability is looked at."""
     spec = draw.spec
-    masked = spec.stop_ids and must_go_on(spec, draw.base_len)
     looks = spec.uses_distributions or spec.logprobs is not None
     ranked = draw.branches or draw.alternatives
-    return not (masked or looks or ranked or has_cuts(spec.sampling))
+    return not (bans(spec, draw.base_len) or looks or ranked or has_cuts(spec.sampling))
 
 
 def has_cuts(sampling: SamplingParams) -> bool:
@@ -410,6 +409,11 @@ def masked(
             indices += [index] * len(spec.stop_ids)
             banned += spec.stop_ids
     return mask_tokens(logits, indices, banned)
+
+
+def bans(spec: GenerationSpec, position: int) -> bool:
+    """Whether `masked` bans anything at this position of the log; if not, it does at none after."""
+    return bool(spec.stop_ids) and must_go_on(spec, position)
 
 
 def must_go_on(spec: GenerationSpec, position: int) -> bool:

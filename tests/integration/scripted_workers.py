@@ -173,6 +173,12 @@ class Rig:
             await channel.close()
 
 
+def only_child_of(parent: Child) -> psutil.Process:
+    """Where a service has started one process: rank 1 of a group of two."""
+    (process,) = psutil.Process(parent.pid).children()
+    return process
+
+
 class Parts:
     """Starts single services; each ends with its `async with`, whatever has become of it."""
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from outrider.cli.process import Child
 from outrider.types import VerificationMode
-from scripted_workers import Parts, Rig, Stream
+from scripted_workers import Parts, Rig, Stream, only_child_of
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -52,8 +52,7 @@ class DraftGroup(NamedTuple):
     @property
     def follower(self) -> psutil.Process:
         """Rank 1."""
-        (process,) = psutil.Process(self.child.pid).children()
-        return process
+        return only_child_of(self.child)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 PROMPTS = [f"{number}: say on" for number in range(6)]
-IDLE_WIDTH = 1 << 15
+IDLE_WIDTH = 1 << 16
 OPTIONS = {
     "mode": VerificationMode.REJECTION,
     "temperature": 1.0,
@@ -88,7 +88,7 @@ async def test_a_draft_that_keeps_ahead_is_verified_in_the_bonuss_place(
     assert all(len(one.token_ids) == 40 for one in done)
     assert stats.fallback_rounds == stats.dropped_proposals == 0
     # Some may be late on a busy machine, and of the rest all are right.
-    assert told[True] > 10 and told[False] <= 2
+    assert told[True] > 20 and told[False] <= 2
     assert stats.accepted >= 0.98 * stats.proposed
     # Each of them is a hit, unless it was the last token of all.
     assert stats.buffer_hits >= told[True] - len(PROMPTS)

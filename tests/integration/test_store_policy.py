@@ -99,6 +99,7 @@ async def test_best_effort_goes_on_meanwhile_and_the_store_catches_up(
             return ids == done.token_ids and generation.finish_reason is done.finish_reason
 
         await until(whole, "the store has all of it in the end")
+        await rig.client.delete_session(done.session_id)  # The workers are everybody's.
 
 
 @pytest.mark.parametrize("policy", list(Durability), ids=lambda policy: policy.value)

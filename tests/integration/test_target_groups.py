@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cli.process import Child
 from outrider.types import VerificationMode
 from outrider.v1 import target_pb2_grpc
-from scripted_workers import Parts, Rig, Stream
+from scripted_workers import Parts, Rig, Stream, only_child_of
 from store_servers import free_port
 from tiny import make_model
 
@@ -51,8 +51,7 @@ class TargetGroup(NamedTuple):
     @property
     def follower(self) -> psutil.Process:
         """Rank 1."""
-        (process,) = psutil.Process(self.pod.pid).children()
-        return process
+        return only_child_of(self.pod)
 
     def logged(self, *messages: str) -> list[dict[str, Any]]:
         """Of both ranks."""
