@@ -289,6 +289,7 @@ class DraftLoop:
             target.wanted,
             target.params,
             ROWS=self.rows,
+            PADDED=triton.next_power_of_2(self.rows),
             BLOCK=BLOCK_TOKENS,
             ROW_WORDS=cuda_sampler.ROW_WORDS,
             CANDIDATES=candidates,
@@ -317,40 +318,44 @@ def _feed(  # type: ignore[no-untyped-def]
     wanted,
     words,
     ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, PADDED)
+    exists = row < ROWS
     now = tl.load(step)
-    limit = tl.load(limits + row)
-    source = tl.load(sources + row)
+    limit = tl.load(limits + row, mask=exists, other=0)
+    source = tl.load(sources + row, mask=exists, other=0)
     drawn = (limit > 0) & (source >= 0)
     pick = tl.load(picks + source, mask=drawn, other=0)
-    pick = tl.where(source < 0, tl.load(given + row).to(tl.int64), pick)
+    first = tl.load(given + row, mask=exists, other=0).to(tl.int64)
+    pick = tl.where(source < 0, first, pick)
     tl.store(history + now * history_stride + row, pick, mask=limit > 0)
     for rank in tl.static_range(OTHERS):
         other = tl.load(picks + source + 1 + rank, mask=drawn, other=0)
         tl.store(others + (now * history_stride + row) * OTHERS + rank, other, mask=limit > 0)
-    position = tl.load(last_positions + row) + 1
+    position = tl.load(last_positions + row, mask=exists, other=0) + 1
     goes_on = position < limit
     block = tl.load(tables + row * table_stride + position // BLOCK, mask=goes_on, other=0)
-    tl.store(token_ids + row, tl.where(goes_on, pick, 0).to(tl.int32))
-    tl.store(positions + row, tl.where(goes_on, position, 0))
-    tl.store(slots + row, tl.where(goes_on, block * BLOCK + position % BLOCK, -1))
-    tl.store(sights + row, position)
-    tl.store(sights + ROWS + row, position + 1)
-    tl.store(sights + 2 * ROWS + row, tl.zeros([ROWS], tl.int32))
-    tl.store(sights + 3 * ROWS + row, tl.zeros([ROWS], tl.int32))
-    tl.store(tiles + row, row)
-    tl.store(tiles + ROWS + row, row)
-    tl.store(tiles + 2 * ROWS + row, goes_on.to(tl.int32))
-    tl.store(tiles + 3 * ROWS + row, position)
-    tl.store(wanted + row, row)
+    slot = tl.where(goes_on, block * BLOCK + position % BLOCK, -1)
+    tl.store(token_ids + row, tl.where(goes_on, pick, 0).to(tl.int32), mask=exists)
+    tl.store(positions + row, tl.where(goes_on, position, 0), mask=exists)
+    tl.store(slots + row, slot, mask=exists)
+    tl.store(sights + row, position, mask=exists)
+    tl.store(sights + ROWS + row, position + 1, mask=exists)
+    tl.store(sights + 2 * ROWS + row, tl.zeros([PADDED], tl.int32), mask=exists)
+    tl.store(sights + 3 * ROWS + row, tl.zeros([PADDED], tl.int32), mask=exists)
+    tl.store(tiles + row, row, mask=exists)
+    tl.store(tiles + ROWS + row, row, mask=exists)
+    tl.store(tiles + 2 * ROWS + row, goes_on.to(tl.int32), mask=exists)
+    tl.store(tiles + 3 * ROWS + row, position, mask=exists)
+    tl.store(wanted + row, row, mask=exists)
     # Words 7 and 8 of the parameters are the position that the next pick will have.
-    tl.store(words + row * ROW_WORDS + 7, position + 1)
+    tl.store(words + row * ROW_WORDS + 7, position + 1, mask=exists)
     tl.debug_barrier()
-    tl.store(sources + row, row * CANDIDATES)
-    tl.store(last_positions + row, position)
+    tl.store(sources + row, row * CANDIDATES, mask=exists)
+    tl.store(last_positions + row, position, mask=exists)
     tl.store(step, now + 1)

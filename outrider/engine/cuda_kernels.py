@@ -16,8 +16,13 @@ BLOCK_TOKENS = 32
 TILE_ROWS = 4
 """Rows of a sequence that one program takes."""
 
-_SPLIT = 256
-_KEYS_AT_ONCE = 64
+_LEAST_SPLIT = 128
+_MOST_SPLITS = 32
+"""The pieces of the longest context: what they leave lies in memory until it is joined."""
+_KEYS_AT_ONCE = 128
+_PROGRAMS = 4096
+"""So many of a pass attend at most; each then takes several pieces."""
+_JOINED_AT_ONCE = 8
 _MIN_DOT_ROWS = 16
 """Least rows of a matrix product on tensor cores."""
 
@@ -42,20 +47,32 @@ def paged_attention(
 
     A tile holds at most TILE_ROWS consecutive rows of one sequence.
     """
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    query, key, value = (_with_dense_rows(rows) for rows in (query, key, value))
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
-    tile_rows = TILE_ROWS
-    while tile_rows * groups < _MIN_DOT_ROWS:
-        tile_rows *= 2
-    splits = -(-max_context // _SPLIT)
+    padded_groups = triton.next_power_of_2(groups)
+    padded_dim = triton.next_power_of_2(head_dim)
+    split = _split_of(max_context)
+    splits = triton.cdiv(max_context, split)
     sums = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=query.device)
     peaks = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
     weights = torch.empty_like(peaks)
-    output = torch.empty_like(query)
-    _store_rows[(rows,)](key, value, keys, values, slots, WIDTH=kv_heads * head_dim)
-    _attend_piece[(tiles.shape[1], kv_heads, splits)](
+    output = query.new_empty(rows, heads, head_dim)
+    width = kv_heads * head_dim
+    _store_rows[(rows,)](
+        key,
+        value,
+        keys,
+        values,
+        slots,
+        key.stride(0),
+        value.stride(0),
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+    )
+    lanes = max(1, min(splits, _PROGRAMS // (tiles.shape[1] * kv_heads)))
+    _attend_piece[(tiles.shape[1], kv_heads, lanes)](
         query,
         keys,
         values,
@@ -68,16 +85,20 @@ def paged_attention(
         scale,
         rows,
         tiles.shape[1],
+        query.stride(0),
         tables.stride(0),
         keys.stride(0),
         HEADS=heads,
         HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
         GROUPS=groups,
-        TILE=tile_rows,
+        PADDED_GROUPS=padded_groups,
+        TILE=max(TILE_ROWS, _MIN_DOT_ROWS // padded_groups),
         BLOCK=BLOCK_TOKENS,
-        KEYS=_KEYS_AT_ONCE,
-        SPLIT=_SPLIT,
+        KEYS=min(_KEYS_AT_ONCE, split),
+        SPLIT=split,
         SPLITS=splits,
+        LANES=lanes,
     )
     _join_pieces[(rows, heads)](
         sums,
@@ -88,8 +109,11 @@ def paged_attention(
         output,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        SPLIT=_SPLIT,
+        PADDED_DIM=padded_dim,
+        SPLIT=split,
         SPLITS=splits,
+        AT_ONCE=_JOINED_AT_ONCE,
+        num_warps=1,
     )
     return output
 
@@ -97,6 +121,17 @@ def paged_attention(
 @paged_attention.register_fake
 def _(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape)
+
+
+def _with_dense_rows(rows: Tensor) -> Tensor:  # [rows, heads, head_dim]
+    """With the heads of a row one behind the other; rows may lie apart."""
+    dense = rows.stride()[1:] == (rows.shape[2], 1)
+    return rows if dense else rows.contiguous()
+
+
+def _split_of(max_context: int) -> int:
+    """Tokens of a piece; it hangs on the longest context that there may be alone."""
+    return max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(max_context, _MOST_SPLITS)))
 
 
 def copy_blocks(
@@ -127,14 +162,27 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_rows(key, value, keys, values, slots, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_rows(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_stride,
+    value_stride,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
-    at = tl.arange(0, WIDTH)
-    tl.store(keys + slot * WIDTH + at, tl.load(key + row * WIDTH + at))
-    tl.store(values + slot * WIDTH + at, tl.load(value + row * WIDTH + at))
+    at = tl.arange(0, PADDED)
+    inside = at < WIDTH
+    k = tl.load(key + row * key_stride + at, mask=inside)
+    v = tl.load(value + row * value_stride + at, mask=inside)
+    tl.store(keys + slot * WIDTH + at, k, mask=inside)
+    tl.store(values + slot * WIDTH + at, v, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -151,65 +199,75 @@ def _attend_piece(  # type: ignore[no-untyped-def]
     scale,
     all_rows,
     num_tiles,
+    query_stride,
     table_stride,
     slot_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_rows = tl.load(tiles + 2 * num_tiles + tile)
     context = tl.load(tiles + 3 * num_tiles + tile) + num_rows
-    start = split * SPLIT
-    if (num_rows == 0) | (start >= context):
+    if (num_rows == 0) | (lane * SPLIT >= context):
         return
     sequence = tl.load(tiles + tile)
     first_row = tl.load(tiles + num_tiles + tile)
-    m = tl.arange(0, TILE * GROUPS)
-    row = m // GROUPS
-    head = kv_head * GROUPS + m % GROUPS
-    d = tl.arange(0, HEAD_DIM)
+    m = tl.arange(0, TILE * PADDED_GROUPS)
+    row = m // PADDED_GROUPS
+    group = m % PADDED_GROUPS
+    head = kv_head * GROUPS + group
+    d = tl.arange(0, PADDED_DIM)
     is_row = row < num_rows
-    at_query = ((first_row + row) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-    q = tl.load(query + at_query, mask=is_row[:, None], other=0.0)
+    is_head = is_row & (group < GROUPS)
+    is_dim = d < HEAD_DIM
+    at_query = ((first_row + row) * query_stride + head * HEAD_DIM)[:, None] + d[None, :]
+    q = tl.load(query + at_query, mask=is_head[:, None] & is_dim[None, :], other=0.0)
     sight = sights + first_row + row
     full = tl.load(sight + all_rows, mask=is_row, other=0)[:, None]
     low = tl.load(sight + 2 * all_rows, mask=is_row, other=0)[:, None]
     high = tl.load(sight + 3 * all_rows, mask=is_row, other=0)[:, None]
-    total = tl.zeros([TILE * GROUPS, HEAD_DIM], tl.float32)
-    peak = tl.full([TILE * GROUPS], -float("inf"), tl.float32)
-    weight = tl.zeros([TILE * GROUPS], tl.float32)
-    end = tl.minimum(start + SPLIT, context)
-    for first in range(start, end, KEYS):
-        token = first + tl.arange(0, KEYS)
-        exists = token < end
-        block = tl.load(tables + sequence * table_stride + token // BLOCK, mask=exists, other=0)
-        slot = block.to(tl.int64) * BLOCK + token % BLOCK
-        at_slot = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
-        k = tl.load(keys + at_slot, mask=exists[:, None], other=0.0)
-        score = tl.dot(q, tl.trans(k)) * scale
-        bit = token[None, :] - full
-        marked = (tl.where(bit < 32, low, high) >> (bit & 31)) & 1
-        seen = (bit < 0) | ((bit < 64) & (marked == 1))
-        score = tl.where(seen & exists[None, :], score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        # A row that sees nothing of this piece yet has no peak to subtract.
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        p = tl.exp(score - base[:, None])
-        shrink = tl.exp(peak - base)
-        v = tl.load(values + at_slot, mask=exists[:, None], other=0.0)
-        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
-        weight = weight * shrink + tl.sum(p, 1)
-        peak = new_peak
-    piece = ((first_row + row) * HEADS + head) * SPLITS + split
-    tl.store(sums + piece[:, None] * HEAD_DIM + d[None, :], total, mask=is_row[:, None])
-    tl.store(peaks + piece, peak, mask=is_row)
-    tl.store(weights + piece, weight, mask=is_row)
+    for split in range(lane, tl.cdiv(context, SPLIT), LANES):
+        total = tl.zeros([TILE * PADDED_GROUPS, PADDED_DIM], tl.float32)
+        peak = tl.full([TILE * PADDED_GROUPS], -float("inf"), tl.float32)
+        weight = tl.zeros([TILE * PADDED_GROUPS], tl.float32)
+        start = split * SPLIT
+        end = tl.minimum(start + SPLIT, context)
+        for first in range(start, end, KEYS):
+            token = first + tl.arange(0, KEYS)
+            exists = token < end
+            block = tl.load(tables + sequence * table_stride + token // BLOCK, mask=exists, other=0)
+            slot = block.to(tl.int64) * BLOCK + token % BLOCK
+            at_slot = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
+            is_there = exists[:, None] & is_dim[None, :]
+            k = tl.load(keys + at_slot, mask=is_there, other=0.0)
+            v = tl.load(values + at_slot, mask=is_there, other=0.0)
+            score = tl.dot(q, tl.trans(k)) * scale
+            bit = token[None, :] - full
+            marked = (tl.where(bit < 32, low, high) >> (bit & 31)) & 1
+            seen = (bit < 0) | ((bit < 64) & (marked == 1))
+            score = tl.where(seen & exists[None, :], score, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(score, 1))
+            # A row that sees nothing of this piece yet has no peak to subtract.
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            p = tl.exp(score - base[:, None])
+            shrink = tl.exp(peak - base)
+            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+            weight = weight * shrink + tl.sum(p, 1)
+            peak = new_peak
+        piece = ((first_row + row) * HEADS + head) * SPLITS + split
+        at_piece = piece[:, None] * HEAD_DIM + d[None, :]
+        tl.store(sums + at_piece, total, mask=is_head[:, None] & is_dim[None, :])
+        tl.store(peaks + piece, peak, mask=is_head)
+        tl.store(weights + piece, weight, mask=is_head)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -222,25 +280,35 @@ def _join_pieces(  # type: ignore[no-untyped-def]
     output,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, HEAD_DIM)
+    d = tl.arange(0, PADDED_DIM)
+    is_dim = d < HEAD_DIM
     target = output + (row * HEADS + head) * HEAD_DIM + d
     if tl.load(slots + row) < 0:  # Padding: its output is never looked at, but must be a number.
-        tl.store(target, tl.zeros([HEAD_DIM], output.dtype.element_ty))
+        tl.store(target, tl.zeros([PADDED_DIM], output.dtype.element_ty), mask=is_dim)
         return
-    total = tl.zeros([HEAD_DIM], tl.float32)
+    total = tl.zeros([PADDED_DIM], tl.float32)
     peak = -float("inf")
     weight = 0.0
     first = (row * HEADS + head) * SPLITS
-    for split in range(tl.load(sights + row) // SPLIT + 1):
-        other = tl.load(peaks + first + split)
-        new_peak = tl.maximum(peak, other)
-        shrink, grow = tl.exp(peak - new_peak), tl.exp(other - new_peak)
-        piece = tl.load(sums + (first + split) * HEAD_DIM + d)
-        total = total * shrink + piece * grow
-        weight = weight * shrink + tl.load(weights + first + split) * grow
+    pieces = tl.load(sights + row) // SPLIT + 1
+    for start in range(0, pieces, AT_ONCE):
+        piece = start + tl.arange(0, AT_ONCE)
+        exists = piece < pieces
+        others = tl.load(peaks + first + piece, mask=exists, other=-float("inf"))
+        there = exists[:, None] & is_dim[None, :]
+        at_piece = (first + piece)[:, None] * HEAD_DIM + d[None, :]
+        parts = tl.load(sums + at_piece, mask=there, other=0.0)
+        own = tl.load(weights + first + piece, mask=exists, other=0.0)
+        # Every row sees the first token, so from the first piece on there is a peak.
+        new_peak = tl.maximum(peak, tl.max(others, 0))
+        shrink, grow = tl.exp(peak - new_peak), tl.exp(others - new_peak)
+        total = total * shrink + tl.sum(parts * grow[:, None], 0)
+        weight = weight * shrink + tl.sum(own * grow, 0)
         peak = new_peak
-    tl.store(target, (total / weight).to(output.dtype.element_ty))
+    tl.store(target, (total / weight).to(output.dtype.element_ty), mask=is_dim)

@@ -21,8 +21,14 @@ _FORECAST_FOR = 4
 _CHANGE_Z = 2.5
 """Standard deviations between what was expected of late and what came: the text has changed."""
 
+_UNSEEN_KEPT = 0.95
+"""How much of what guesses told counts a plain round later: text that nobody looks at may have
+become another."""
+
 _CHANGE_MEMORY = 0.85
 _KEPT_AFTER_CHANGE = 0.1
+_DEPARTED_WEIGHT = 4.0
+"""A text that has turned out to be another than the pool's goes by itself."""
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
@@ -147,10 +153,11 @@ class AcceptanceModel:
     what was expected), older counts are set aside.
     """
 
-    def __init__(self, pool: PoolPrior, *, weight: float = 6.0, discount: float = 0.97) -> None:
+    def __init__(self, pool: PoolPrior, *, weight: float = 16.0, discount: float = 0.97) -> None:
         self._pool = pool
         self._weight = weight
         self._counts = DiscountedCounts(discount)
+        self._departed = False
         self._memory = 1.0 / (1.0 - discount) if discount < 1.0 else _HEAVIEST
         self._estimates: list[float] = []
         self._age = 0
@@ -164,6 +171,12 @@ class AcceptanceModel:
         self._counts.observe(num_proposed, num_accepted)
         self._pool.observe(num_proposed, num_accepted)
         self._age += 1
+
+    def plain_rounds(self, count: int) -> None:
+        """So many rounds had no guesses."""
+        if not self._departed:
+            self._counts.fade(_UNSEEN_KEPT**count)
+            self._age += 1
 
     def recall(self, proposed: Sequence[int], accepted: Sequence[int]) -> None:
         """Start from counts of the generation's former rounds: of guesses that were proposed at a
@@ -182,6 +195,7 @@ class AcceptanceModel:
             kept.append(share * min(float(survived), looked_at))
             reached, before = float(survived), float(guesses)
         self._counts.add(kept, seen)
+        self._depart()
         self._age += 1
 
     def survival(self, k: int) -> list[float]:
@@ -217,6 +231,9 @@ class AcceptanceModel:
             rates.append(rate)
         return rates
 
+    def _depart(self) -> None:
+        self._departed, self._weight = True, min(self._weight, _DEPARTED_WEIGHT)
+
     def _watch(self, num_proposed: int, num_accepted: int) -> None:
         """Set older counts aside where the last rounds were not what they say."""
         looked_at = num_accepted + 1 if num_accepted < num_proposed else num_proposed
@@ -229,5 +246,6 @@ class AcceptanceModel:
         self._variance = _CHANGE_MEMORY**2 * self._variance + variance
         if self._surprise**2 > _CHANGE_Z**2 * (self._variance + 0.25):
             self._counts.fade(_KEPT_AFTER_CHANGE)
+            self._depart()
             self._surprise = self._variance = 0.0
             self.num_changes += 1

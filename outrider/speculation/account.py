@@ -14,7 +14,7 @@ EARNED = 0.02
 _MOST = 3.0
 """More is not saved: what was gained before pays for no long loss now."""
 
-_OVERDRAWN = -1.5
+_OVERDRAWN = -2.0
 
 _FIRST_INTERVAL = 8
 _LONGEST_INTERVAL = 32
@@ -24,7 +24,7 @@ _LONGEST_INTERVAL = 32
 class Account:
     """Tokens won or lost against plain decoding, in plain rounds, at most `_MOST`."""
 
-    balance: float = 1.5
+    balance: float = 2.0
 
     def plain_rounds(self, count: int) -> None:
         self.add(count * EARNED)

@@ -180,6 +180,8 @@ class Beliefs:
         if self._has_begun or not seen.prompt_rows:
             self._share.end_rounds(seen, float(rounds), seconds, rounds)
         self._has_begun = True
+        for guesser in self.guessers.values():
+            guesser.acceptance.plain_rounds(rounds)
 
     def observe(self, seen: Observation, guesser: Guesser, fan_out: int) -> float:
         """Learn from a round that was to carry guesses.

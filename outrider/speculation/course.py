@@ -18,8 +18,8 @@ MAX_STEP = 2
 _MOST_PROMISED, _MOST_PROMISED_CLOSED = 32, 64
 """Plain rounds after which the load is looked at again."""
 
-_ENTER_GAIN, _MOVE_GAIN, _SURE_GAIN = 1.04, 1.02, 1.1
-_ENTER_AFTER, _LEAVE_AFTER, _MOVE_AFTER = 3, 4, 4
+_ENTER_GAIN, _CHANGE_GAIN = 1.04, 1.02
+_ENTER_AFTER, _LEAVE_AFTER, _CHANGE_AFTER = 3, 4, 4
 """Rounds in a row whose decisions agree before they are followed."""
 
 _LONGEST_WAIT = 48
@@ -75,7 +75,7 @@ class Course:
     def __init__(self, load: TargetLoad, proposer: str) -> None:
         self._load = load
         self._account, self._probes = Account(), Probes()
-        self._entering, self._leaving, self._moving = _Streak(), _Streak(), _Streak()
+        self._entering, self._leaving, self._changing = _Streak(), _Streak(), _Streak()
         self._enter_after = 1
         self._going_out = self._first_of_trial = False
         self._won = 0.0
@@ -192,7 +192,7 @@ class Course:
         return length
 
     def _from_speculation(self, table: Table, plain: Plan) -> int:
-        proposer, best = _best(table)
+        _, best = _best(table)
         loses = self._leaving.agreed(
             int(best.tokens_per_s < plain.tokens_per_s), _LEAVE_AFTER, self._rounds
         )
@@ -200,7 +200,7 @@ class Course:
             loses = False
         if self._phase is Phase.CLOSED or self._going_out or loses or self._is_overdrawn():
             return self._go_out()
-        self._move(proposer, best, table[self._settled_proposer][self.settled - 1])
+        self._move(table)
         if self._check_is_due(best.tokens_per_s / plain.tokens_per_s):
             self.trial = Trial.CHECK
             return 0
@@ -222,19 +222,23 @@ class Course:
             self._probes.reset()
         return self.settled
 
-    def _move(self, proposer: str, best: Plan, current: Plan) -> None:
+    def _move(self, table: Table) -> None:
+        """To the best length, since text changes; to another proposer only for a lasting gain."""
+        proposer, best = _best(table)
+        own = max(table[self._settled_proposer], key=lambda plan: plan.tokens_per_s)
+        other = proposer != self._settled_proposer
+        gains = other and best.tokens_per_s > _CHANGE_GAIN * own.tokens_per_s
+        if not self._changing.agreed(int(gains), _CHANGE_AFTER, self._rounds):
+            proposer, best = self._settled_proposer, own
         step = best.num_speculative_tokens - self.settled
-        says = (1 if step > 0 else -1) if step else 2 * int(proposer != self._settled_proposer)
-        gain = best.tokens_per_s / current.tokens_per_s if current.tokens_per_s > 0.0 else 2.0
-        says = says if gain > _MOVE_GAIN else 0
-        sure = gain > _SURE_GAIN or self._phase is Phase.TRIAL
-        if self._moving.agreed(says, 1 if sure else _MOVE_AFTER, self._rounds):
+        if step or proposer != self._settled_proposer:
             self._settle(proposer, self.settled + min(max(step, -MAX_STEP), MAX_STEP))
 
     def _settle(self, proposer: str, length: int) -> None:
+        if proposer != self._settled_proposer or abs(length - self.settled) > 1:
+            self._load.gate.moved()
         self._settled_proposer = self.proposer = proposer
         self.settled = length
-        self._load.gate.moved()
 
     def _check_is_due(self, gain: float) -> bool:
         """Whether plain decoding is measured now: by all together, or as a session alone wants."""
