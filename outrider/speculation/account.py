@@ -24,7 +24,7 @@ _LONGEST_INTERVAL = 32
 class Account:
     """Tokens won or lost against plain decoding, in plain rounds, at most `_MOST`."""
 
-    balance: float = 2.0
+    balance: float = 1.5
 
     def plain_rounds(self, count: int) -> None:
         self.add(count * EARNED)

@@ -84,6 +84,11 @@ class Guesser:
             self._observe_hidden(seen, fan_out)
         self.acceptance.observe(*seen.verified)
 
+    def plain_rounds(self, count: int) -> None:
+        """So many rounds had no guesses."""
+        self.acceptance.plain_rounds(count)
+        self.draft.passed_over(count / max(self._load.num_sessions, 1))
+
     def move(self, load: TargetLoad) -> None:
         """The session goes on beside those of another target."""
         self._load = load
@@ -181,7 +186,7 @@ class Beliefs:
             self._share.end_rounds(seen, float(rounds), seconds, rounds)
         self._has_begun = True
         for guesser in self.guessers.values():
-            guesser.acceptance.plain_rounds(rounds)
+            guesser.plain_rounds(rounds)
 
     def observe(self, seen: Observation, guesser: Guesser, fan_out: int) -> float:
         """Learn from a round that was to carry guesses.
