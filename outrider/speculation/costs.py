@@ -130,9 +130,10 @@ class CostLine:
         return self._mean / (1.0 + further)
 
     def _clipped(self, error: float) -> float:
-        """The error, no further than an outlier may pull; a lasting one moves the limit."""
+        """The error, no further than an outlier may pull; a lasting one moves the limit, and so
+        does not having looked."""
         if self._deviation > 0.0:
-            limit = _CLIP * self._deviation
+            limit = _CLIP * self._deviation * (1.0 + self._unseen)
             error = limit if error > limit else -limit if error < -limit else error
         self._deviation += _DRIFT * (abs(error) - self._deviation)
         self._deviation = max(self._deviation, 0.005 * self._mean)
