@@ -1,8 +1,8 @@
 """The engine's CUDA kernels, in Triton: attention over paged KV, and copies of KV blocks.
 
-The context is cut at fixed places (every `_SPLIT` tokens); a program attends with a few rows of one
-sequence to one piece, and a second kernel joins the pieces in order (flash decoding, Dao et al.
-2023). Which pieces there are depends on places alone, never on who shares the pass.
+The context is cut at fixed places; a program attends with a few rows of one sequence to a piece, or
+to several one after the other, and a second kernel joins the pieces in order (flash decoding, Dao
+et al. 2023). Which pieces there are depends on places alone, never on who shares the pass.
 """
 
 import torch

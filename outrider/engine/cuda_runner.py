@@ -47,9 +47,12 @@ from outrider.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 MAX_ROWS = _BUCKETS[-1]
 """Rows of the largest pass."""
+
+_COMPILED = {"combo_kernels": True}
+"""What queries, keys and values need before attention is one launch for all three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,7 @@ class CudaRunner:
         # A bucket is a shape of its own for the same code.
         torch._dynamo.config.recompile_limit = 4 * len(_BUCKETS)
         for layer in self._layers():
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            layer.forward = torch.compile(layer.forward, dynamic=False, options=_COMPILED)
         for bucket in reversed(self._buckets):
             self._capture(bucket)
             logger.info(
