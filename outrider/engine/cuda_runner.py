@@ -5,6 +5,7 @@ the device in one copy. Every layer is compiled once a bucket for all layers tog
 between layers, weights and KV, are tensors. Nothing compiles or allocates after `warm_up`.
 """
 
+import bisect
 import itertools
 import logging
 import time
@@ -228,8 +229,7 @@ class CudaRunner:
         width = -(-max_context // self.block_tokens)
         self._buckets = [
             _Bucket(rows, width, max_context, loaded.device)
-            for rows in _BUCKETS
-            if rows < 2 * max_rows
+            for rows in _BUCKETS[: bisect.bisect_left(_BUCKETS, max_rows) + 1]
         ]
         self._buffers = DrawBuffers(self._buckets[-1].rows, loaded.device)
         self._loops = {
