@@ -32,7 +32,8 @@
 namespace {
 
 constexpr int64_t kLanes = 32;  // partial sums of a norm
-constexpr int64_t kTile = 4;    // query rows that share what is loaded of K and V
+constexpr int64_t kTile = 8;    // query rows that share what is loaded of K and V
+constexpr int64_t kWide = 32;   // floats of a row that stay in registers meanwhile
 
 // Rows first_row ... first_row + num_rows - 1 of a pass are the tokens at places start,
 // start + 1, ... of a sequence whose blocks stand at `table`. A row sees the places up to its own,
@@ -71,18 +72,35 @@ void score_block(const float* const* query, const T* keys, int64_t head_dim, flo
     for (int64_t t = 0; t < B; ++t) scores[i][t] = sums[i][t] * scale;
 }
 
+// output[i][first ... first + D - 1] += sum over t of weights[i][t] * value t, for one block of values.
+template <typename T, int64_t B, int N, int64_t D>
+void weigh_part(float* const* weights, const T* values, int64_t head_dim, int64_t first,
+                float* const* output) {
+  float sums[N][D];
+  for (int i = 0; i < N; ++i)
+    for (int64_t d = 0; d < D; ++d) sums[i][d] = output[i][first + d];
+  for (int64_t t = 0; t < B; ++t) {
+    const T* value = values + t * head_dim + first;
+    float wide[D];
+#pragma omp simd
+    for (int64_t d = 0; d < D; ++d) wide[d] = widen(value[d]);
+    for (int i = 0; i < N; ++i) {
+      const float weight = weights[i][t];
+#pragma omp simd
+      for (int64_t d = 0; d < D; ++d) sums[i][d] += weight * wide[d];
+    }
+  }
+  for (int i = 0; i < N; ++i)
+    for (int64_t d = 0; d < D; ++d) output[i][first + d] = sums[i][d];
+}
+
 // output[i] += sum over t of weights[i][t] * value t, for one block of values.
 template <typename T, int64_t B, int N>
 void weigh_block(float* const* weights, const T* values, int64_t head_dim, float* const* output) {
-  for (int64_t t = 0; t < B; ++t) {
-    const T* value = values + t * head_dim;
-    for (int i = 0; i < N; ++i) {
-      const float weight = weights[i][t];
-      float* out = output[i];
-#pragma omp simd
-      for (int64_t d = 0; d < head_dim; ++d) out[d] += weight * widen(value[d]);
-    }
-  }
+  int64_t d = 0;
+  for (; d + kWide <= head_dim; d += kWide)
+    weigh_part<T, B, N, kWide>(weights, values, head_dim, d, output);
+  for (; d < head_dim; ++d) weigh_part<T, B, N, 1>(weights, values, head_dim, d, output);
 }
 
 // Turns the first `seen` of `length` scores into exp(score - max), the others into 0; their sum.
@@ -184,6 +202,10 @@ void attend(const T* query, const T* keys, const T* values, const int32_t* table
                                              first, shape, scale, scratch, output);
   };
   switch (count - first) {
+    case 7: rest(std::integral_constant<int, 7>()); break;
+    case 6: rest(std::integral_constant<int, 6>()); break;
+    case 5: rest(std::integral_constant<int, 5>()); break;
+    case 4: rest(std::integral_constant<int, 4>()); break;
     case 3: rest(std::integral_constant<int, 3>()); break;
     case 2: rest(std::integral_constant<int, 2>()); break;
     case 1: rest(std::integral_constant<int, 1>()); break;
