@@ -1,6 +1,7 @@
 """What a round costs a worker beside its pass, behind a short context and a long one.
 
     python benchmarks/round_growth.py                        # contexts of 256 and 16,384 tokens
+    python benchmarks/round_growth.py --sessions 8           # eight in every pass
     PYTHONPATH=../before python benchmarks/round_growth.py   # the code of another folder
 
 CPU time of the worker's thread a round and session, in microseconds: entries taken in, blocks and
@@ -226,14 +227,18 @@ def kinds() -> dict[str, tuple[Callable[[int], Any], Ask]]:
     }
 
 
-def measure(make: Callable[[int], Any], ask: Ask, context: int, rounds: int) -> float:
-    """Microseconds a round."""
+def measure(
+    make: Callable[[int], Any], ask: Ask, context: int, rounds: int, count: int = 1
+) -> float:
+    """Microseconds a round and session, of `count` sessions whose rounds share their passes."""
     most = context + rounds * (GUESSES + 2) + 64
-    runner = MadeUp(2 * most // BLOCK + 64)
+    runner = MadeUp(count * (2 * most // BLOCK + 64))
     limits = WorkerLimits(runner._pool.keys.shape[1], context_length=most, gather_passes=0.0)
     worker = Worker(runner, make(most), limits, vocab_size=VOCABULARY)
-    session = Session(TokenLog([i % VOCABULARY for i in range(context)]))
+    prompts = [[i % VOCABULARY for i in range(n, n + context)] for n in range(count)]
+    sessions = [Session(TokenLog(prompt)) for prompt in prompts]
     marks: list[float] = []
+    answered = itertools.count(1)
 
     def spent() -> float:
         return time.thread_time() - runner.pass_s
@@ -241,17 +246,19 @@ def measure(make: Callable[[int], Any], ask: Ask, context: int, rounds: int) -> 
     def on_reply(reply: worker_pb2.Reply) -> None:
         if not (reply.HasField("verified") or reply.HasField("proposed")):
             raise RuntimeError(f"no round came of it: {reply}")
+        if next(answered) % count:
+            return
         marks.append(spent())
         if len(marks) > rounds:
             worker.stop()
         elif not reply.header.more:
-            worker.submit([ask(session, len(marks))], on_reply)
+            worker.submit([ask(session, len(marks)) for session in sessions], on_reply)
 
     def begin(_: worker_pb2.BulkResponse | None = None) -> None:
-        worker.submit([ask(session, 0)], on_reply)
+        worker.submit([ask(session, 0) for session in sessions], on_reply)
 
-    worker.submit([session.open()], lambda _: None)
-    pieces = list(bulk(session))
+    worker.submit([session.open() for session in sessions], lambda _: None)
+    pieces = [piece for session in sessions for piece in bulk(session)]
     for piece in pieces:
         worker.submit_bulk(piece, begin if piece is pieces[-1] else lambda _: None)
     if not pieces:
@@ -259,7 +266,7 @@ def measure(make: Callable[[int], Any], ask: Ask, context: int, rounds: int) -> 
     worker.run()
     steps = [after - before for before, after in itertools.pairwise(marks)]
     # The first ones fill caches; a mean, because some rounds have more to do than others.
-    return 1e6 * sum(steps[rounds // 8 :]) / len(steps[rounds // 8 :])
+    return 1e6 * sum(steps[rounds // 8 :]) / len(steps[rounds // 8 :]) / count
 
 
 def bulk(session: Session) -> Iterator[worker_pb2.BulkRequest]:
@@ -277,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 16_384])
     parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--sessions", type=int, default=1, help="in every pass")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", help="one kind of round")
     args = parser.parse_args()
@@ -285,7 +293,10 @@ def main() -> None:
     for name, (make, ask) in kinds().items():
         if args.only in (None, name):
             us = [
-                min(measure(make, ask, context, args.rounds) for _ in range(args.runs))
+                min(
+                    measure(make, ask, context, args.rounds, args.sessions)
+                    for _ in range(args.runs)
+                )
                 for context in args.contexts
             ]
             by_context = dict(zip(map(str, args.contexts), map(round, us), strict=True))

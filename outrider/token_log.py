@@ -1,10 +1,11 @@
 """Committed token ids with the chained hash of every prefix: the one truth about a session."""
 
 import array
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.types import EMPTY_PREFIX_HASH, chain_hash
+from outrider.types import EMPTY_PREFIX_HASH, chain_states
 
 
 class Tail(NamedTuple):
@@ -83,9 +84,8 @@ class TokenLog:
         return True
 
     def _hashes_after(self, start: int, token_ids: Sequence[int]) -> "array.array[int]":
-        hashes = array.array("Q")
-        last = self._hashes[start]
-        for token_id in token_ids:
-            last = chain_hash(last, (token_id,))
-            hashes.append(last)
+        states = b"".join(chain_states(self._hashes[start], token_ids))
+        hashes = array.array("Q", states)
+        if sys.byteorder == "big":
+            hashes.byteswap()
         return hashes

@@ -18,7 +18,10 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 def spine_length(parents: Sequence[int]) -> int:
     """How many nodes the spine has."""
-    return next((i for i, parent in enumerate(parents) if parent != i - 1), len(parents))
+    for node, parent in enumerate(parents):
+        if parent != node - 1:
+            return node
+    return len(parents)
 
 
 def is_chain(parents: Sequence[int]) -> bool:

@@ -4,11 +4,11 @@ The protobuf messages of `outrider.v1` carry them between processes; `outrider.w
 """
 
 import enum
-import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 from outrider import trees
 
@@ -336,10 +336,17 @@ def chain_hash(previous: int, token_ids: Iterable[int]) -> int:
     The hash after token t is BLAKE2b-64 of (hash before, t as 4 bytes), little-endian, so that
     chain_hash(chain_hash(h, a), b) == chain_hash(h, a + b).
     """
-    state = previous.to_bytes(8, "little")
+    states = chain_states(previous, token_ids)
+    return int.from_bytes(states[-1], "little") if states else previous
+
+
+def chain_states(previous: int, token_ids: Iterable[int]) -> list[bytes]:
+    """`chain_hash` after each of the token ids: 8 bytes each, little-endian."""
+    state, states = previous.to_bytes(8, "little"), []
     for token_id in token_ids:
-        state = hashlib.blake2b(state + token_id.to_bytes(4, "little"), digest_size=8).digest()
-    return int.from_bytes(state, "little")
+        state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=8).digest()
+        states.append(state)
+    return states
 
 
 def new_session_id() -> str:

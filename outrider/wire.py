@@ -220,9 +220,10 @@ def spec_from_proto(message: worker_pb2.GenerationSpec, *, vocab_size: int) -> G
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
     worst = max(token_ids, default=0)
-    require(
-        worst < vocab_size, f"token id {worst} is not below the vocabulary's {vocab_size}", field
-    )
+    if worst >= vocab_size:  # Not `require`: a message that nobody needs is made there.
+        raise InvalidArgument(
+            f"token id {worst} is not below the vocabulary's {vocab_size}", field=field
+        )
 
 
 def proposal_to_proto(proposal: Proposal) -> common_pb2.Proposal:
@@ -249,13 +250,14 @@ def proposal_from_proto(message: common_pb2.Proposal, *, vocab_size: int) -> Pro
 
     A tree that is a chain comes without parents.
     """
-    count = len(message.token_ids)
-    require(
-        count <= MAX_PROPOSAL_TOKENS,
-        f"{count} guesses; at most {MAX_PROPOSAL_TOKENS} are allowed",
-        "proposal.token_ids",
-    )
-    parents = tuple(message.parents)
+    # Slices: of a repeated field they are lists made at once, what goes through it is slow.
+    token_ids, parents = tuple(message.token_ids[:]), tuple(message.parents[:])
+    count, proposer = len(token_ids), message.proposer
+    if count > MAX_PROPOSAL_TOKENS:
+        raise InvalidArgument(
+            f"{count} guesses; at most {MAX_PROPOSAL_TOKENS} are allowed",
+            field="proposal.token_ids",
+        )
     require(len(parents) in (0, count), "must be as many as token_ids", "proposal.parents")
     for node, parent in enumerate(parents):
         require(
@@ -263,25 +265,28 @@ def proposal_from_proto(message: common_pb2.Proposal, *, vocab_size: int) -> Pro
             f"parent {parent} of guess {node} is not in [-1, {node})",
             "proposal.parents",
         )
+    distributions = message.distributions[:]
     require(
-        len(message.distributions) in (0, count),
+        len(distributions) in (0, count),
         "must be as many as token_ids",
         "proposal.distributions",
     )
-    check_token_ids(message.token_ids, vocab_size, "proposal.token_ids")
+    check_token_ids(token_ids, vocab_size, "proposal.token_ids")
     require(
-        len(message.proposer.encode()) <= _MAX_PROPOSER_BYTES,
+        len(proposer.encode()) <= _MAX_PROPOSER_BYTES,
         f"at most {_MAX_PROPOSER_BYTES} bytes are allowed",
         "proposal.proposer",
     )
     return Proposal(
-        token_ids=tuple(message.token_ids),
+        token_ids=token_ids,
         parents=() if trees.is_chain(parents) else parents,
         distributions=tuple(
-            _sparse_from_proto(d, token_id, vocab_size)
-            for d, token_id in zip(message.distributions, message.token_ids, strict=False)
+            [
+                _sparse_from_proto(distribution, token_id, vocab_size)
+                for distribution, token_id in zip(distributions, token_ids, strict=False)
+            ]
         ),
-        proposer=message.proposer,
+        proposer=proposer,
     )
 
 
@@ -339,7 +344,8 @@ def plan_from_proto(message: worker_pb2.DraftPlan) -> DraftPlan:
 
 def check_alternatives(count: int, field: str) -> None:
     """Alternatives of a guess that may be asked for."""
-    require(0 <= count <= MAX_ALTERNATIVES, f"{count} is not in [0, {MAX_ALTERNATIVES}]", field)
+    if not 0 <= count <= MAX_ALTERNATIVES:
+        raise InvalidArgument(f"{count} is not in [0, {MAX_ALTERNATIVES}]", field=field)
 
 
 def check_lengths(message: "worker_pb2.DraftPlan | worker_pb2.TuneEntry") -> None:
@@ -353,22 +359,19 @@ def check_lengths(message: "worker_pb2.DraftPlan | worker_pb2.TuneEntry") -> Non
     require(fan_out <= MAX_FAN_OUT, f"{fan_out} is not in [0, {MAX_FAN_OUT}]", "fan_out")
 
 
-def report_to_proto(report: DraftReport) -> worker_pb2.DraftReport:
-    message = worker_pb2.DraftReport(
-        wait_us=report.wait_us,
-        worker_us=report.worker_us,
-        compute_us=report.compute_us,
-        failed=report.failed,
-        dropped=report.dropped,
-        asked=report.asked,
-        prepared=report.prepared,
-        rank=report.rank,
-        trip_us=report.trip_us,
-        took_us=report.took_us,
-    )
+def _fill_report(message: worker_pb2.DraftReport, report: DraftReport) -> None:
+    message.wait_us = report.wait_us
+    message.worker_us = report.worker_us
+    message.compute_us = report.compute_us
+    message.failed = report.failed
+    message.dropped = report.dropped
+    message.asked = report.asked
+    message.prepared = report.prepared
+    message.rank = report.rank
+    message.trip_us = report.trip_us
+    message.took_us = report.took_us
     if report.hit is not None:
         message.hit = report.hit
-    return message
 
 
 def report_from_proto(message: worker_pb2.DraftReport) -> DraftReport:
@@ -419,11 +422,14 @@ def verified_to_proto(
         token_ids=verdict.token_ids,
         num_accepted=verdict.num_accepted,
         num_proposed=verdict.num_proposed,
-        logprobs=logprobs_to_proto(verdict.logprobs),
-        timing=timing_to_proto(timing),
-        draft=None if report is None else report_to_proto(report),
         num_beside=verdict.num_beside,
     )
+    # In place, since each round makes one: a message in a message is copied.
+    fill_timing(message.timing, timing)
+    if report is not None:
+        _fill_report(message.draft, report)
+    if verdict.logprobs:
+        message.logprobs.extend(logprobs_to_proto(verdict.logprobs))
     if verdict.run_ahead is not None:
         message.run_ahead = verdict.run_ahead
     return message
@@ -451,14 +457,13 @@ def verdict_from_proto(message: worker_pb2.Verified) -> Verdict:
     )
 
 
-def timing_to_proto(timing: WorkTiming) -> worker_pb2.WorkTiming:
-    return worker_pb2.WorkTiming(
-        queue_us=timing.queue_us,
-        compute_us=timing.compute_us,
-        batch_rows=timing.batch_rows,
-        cached_tokens=timing.cached_tokens,
-        prompt_rows=timing.prompt_rows,
-    )
+def fill_timing(message: worker_pb2.WorkTiming, timing: WorkTiming) -> None:
+    """Make a message say the same."""
+    message.queue_us = timing.queue_us
+    message.compute_us = timing.compute_us
+    message.batch_rows = timing.batch_rows
+    message.cached_tokens = timing.cached_tokens
+    message.prompt_rows = timing.prompt_rows
 
 
 def timing_from_proto(message: worker_pb2.WorkTiming) -> WorkTiming:

@@ -83,14 +83,18 @@ class BlockManager:
     def extend(self, blocks: MutableSequence[int], num_tokens: int) -> bool:
         """Grow `blocks` until they hold `num_tokens`; False, and nothing changed, if they can't."""
         missing = self.blocks_for(num_tokens) - len(blocks)
+        if missing <= 0:
+            return True
         if missing > self.num_free:
             return False
-        blocks.extend(self._take() for _ in range(missing))
+        blocks.extend([self._take() for _ in range(missing)])
         return True
 
     def truncate(self, blocks: MutableSequence[int], num_tokens: int) -> None:
         """Give back what `blocks` hold beyond `num_tokens` tokens."""
         keep = self.blocks_for(num_tokens)
+        if keep >= len(blocks):
+            return
         for block in reversed(blocks[keep:]):  # So that a prefix outlives what follows it.
             self._give_back(block)
         del blocks[keep:]

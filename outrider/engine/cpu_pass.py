@@ -14,7 +14,7 @@ from collections.abc import Sequence as Tokens
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.kv_pool import CpuLayout, CpuPool
+from outrider.engine.kv_pool import CpuLayout, CpuPool, int64s
 from outrider.engine.rows import Rows
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,9 @@ def inputs_of(batch: Tokens[Rows], pool: CpuPool) -> tuple[Tensor, ...]:
         wanted.extend(range(len(token_ids) - rows.num_logits, len(token_ids)))
     layout = pool.layout(batch)
     return (
-        torch.tensor([token_ids]),
-        torch.tensor([positions]),
-        torch.tensor(wanted, dtype=torch.int64),
+        int64s([token_ids]),
+        int64s([positions]),
+        int64s(wanted),
         layout.slots,
         layout.tasks,
         layout.tables,

@@ -20,6 +20,7 @@ from outrider.engine.drawing import bans
 from outrider.engine.rows import Draw, Rows, branch_places
 from outrider.sampling import cuda_sampler, cuda_sparse
 from outrider.sampling.cuda_sampler import CANDIDATES
+from outrider.sampling.row_params import packed_rows
 from outrider.types import (
     MAX_PROPOSAL_TOKENS,
     MAX_SPARSE_ENTRIES,
@@ -239,18 +240,19 @@ class DraftLoop:
         host = self._inputs.host
         tables = host["tables"].reshape(self.rows, -1)
         params = host["params"].reshape(self.rows, -1)
-        host["limits"][:] = 0
+        columns = ("sources", "given", "positions", "limits", "round_starts")
+        sources, given, positions, limits, round_starts = (host[name] for name in columns)
+        limits[len(going) :] = 0
         for row, each in enumerate(going):
-            sampling, blocks, source, start, tokens, _, given, round_start = each
-            last = start + tokens - 1
-            blocks = blocks[: -(-last // BLOCK_TOKENS)]
+            last = each.start + each.tokens - 1
+            blocks = each.blocks[: -(-last // BLOCK_TOKENS)]
             tables[row, : len(blocks)] = blocks
-            host["sources"][row] = source
-            host["given"][row] = given
-            host["positions"][row] = start - 1
-            host["limits"][row] = last
-            host["round_starts"][row] = round_start
-            cuda_sampler.fill_rows(params, row, sampling, (start,))
+            sources[row] = each.source
+            given[row] = each.given
+            positions[row] = each.start - 1
+            limits[row] = last
+            round_starts[row] = each.round_start
+        params[: len(going)] = packed_rows([(each.sampling, (each.start,)) for each in going])
         copied = [block for row in going for block in row.copied or ()]
         host["copied"][: len(copied)] = copied
         host["step"][0] = 0

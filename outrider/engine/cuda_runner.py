@@ -36,14 +36,9 @@ from outrider.engine.drawing import has_cuts
 from outrider.engine.kv_pool import KvShape
 from outrider.engine.loaded_model import LoadedModel
 from outrider.engine.rows import Draw, Drawn, Output, Rows
-from outrider.sampling.cuda_sampler import (
-    CANDIDATES,
-    ROW_WORDS,
-    fill_rows,
-    sample_candidates,
-    sample_rows,
-)
+from outrider.sampling.cuda_sampler import CANDIDATES, sample_candidates, sample_rows
 from outrider.sampling.cuda_sparse import sample_sparse
+from outrider.sampling.row_params import ROW_WORDS, packed_rows
 from outrider.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -89,6 +84,10 @@ class CudaLayout:
             self.max_context,
         )
         return output
+
+
+_NOT_DRAWN = SamplingParams()
+"""Of rows whose logits alone are wanted: nobody looks at what is drawn there."""
 
 
 class _Bucket:
@@ -148,36 +147,38 @@ class _Bucket:
     def fill(self, batch: Tokens[Rows]) -> int:
         """Describe a pass; the number of logits rows that it wants."""
         self._inputs.wait()
-        host = self.host
-        slots, wanted_rows, tiles = host["slots"], host["wanted"], self._host_tiles
+        host, tile_rows = self.host, cuda_kernels.TILE_ROWS
+        # Lists first: a number costs less there than in an array.
+        token_ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
-        row = tile = wanted = 0
+        slots: list[int] = []
+        wanted: list[int] = []
+        tiles: list[tuple[int, int, int, int]] = []
         for number, rows in enumerate(batch):
-            count, start = len(rows.token_ids), rows.start
-            blocks = rows.blocks[: -(-rows.stop // BLOCK_TOKENS)]
+            row, start, stop = len(places), rows.start, rows.stop
+            own = range(start, stop)
+            blocks = rows.blocks[: -(-stop // BLOCK_TOKENS)]
             self._host_tables[number, : len(blocks)] = blocks
-            host["token_ids"][row : row + count] = rows.token_ids
+            token_ids += rows.token_ids
             positions += rows.positions
-            places += range(start, rows.stop)
-            for index, place in enumerate(range(start, rows.stop), row):
-                slots[index] = blocks[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS
-            for first in range(0, count, cuda_kernels.TILE_ROWS):
-                size = min(cuda_kernels.TILE_ROWS, count - first)
-                tiles[:, tile] = (number, row + first, size, start + first)
-                tile += 1
-            row += count
-            for place in range(rows.num_logits):
-                wanted_rows[wanted + place] = row - rows.num_logits + place
-            self._fill_params(wanted, rows)
-            wanted += rows.num_logits
-        host["positions"][:row] = positions
+            places += own
+            slots += [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in own]
+            for place in range(start, stop, tile_rows):
+                tiles.append((number, row + place - start, min(tile_rows, stop - place), place))
+            wanted += range(len(places) - rows.num_logits, len(places))
+        total = len(places)
+        host["token_ids"][:total] = token_ids
+        host["positions"][:total] = positions
+        host["slots"][:total] = slots
+        host["slots"][total:] = -1
+        host["wanted"][: len(wanted)] = wanted
+        self._host_tiles[:, : len(tiles)] = np.array(tiles).T
+        self._host_tiles[2, len(tiles) :] = 0
+        self._fill_params(batch, len(wanted))
         self._fill_sights(batch, places)
-        slots[row:] = -1
-        tiles[2, tile:] = 0
-        self._host_params[wanted:] = 0
         self._inputs.send()
-        return wanted
+        return len(wanted)
 
     def _fill_sights(self, batch: Tokens[Rows], places: list[int]) -> None:
         sights = self._host_sights[:, : len(places)]
@@ -193,14 +194,20 @@ class _Bucket:
                 own[1:] = np.array(masks, dtype="<u8").view("<i4").reshape(-1, 2).T
             first += len(rows.token_ids)
 
-    def _fill_params(self, first: int, rows: Rows) -> None:
-        draw = rows.draw
-        if draw is None:
-            self._host_params[first : first + rows.num_logits] = 0
-        else:
-            positions = rows.drawn_positions(draw)
-            fill_rows(self._host_params, first, draw.spec.sampling, positions)
-            self.host["round_starts"][first : first + rows.num_logits] = draw.base_len
+    def _fill_params(self, batch: Tokens[Rows], total: int) -> None:
+        runs: list[tuple[SamplingParams, Tokens[int]]] = []
+        round_starts: list[int] = []
+        for rows in batch:
+            draw, count = rows.draw, rows.num_logits
+            if draw is None:
+                runs.append((_NOT_DRAWN, (0,) * count))
+                round_starts += (0,) * count
+            else:
+                runs.append((draw.spec.sampling, rows.drawn_positions(draw)))
+                round_starts += (draw.base_len,) * count
+        self._host_params[:total] = packed_rows(runs)
+        self._host_params[total:] = 0
+        self.host["round_starts"][:total] = round_starts
 
 
 class CudaRunner:
@@ -273,11 +280,13 @@ class CudaRunner:
             self._draw(self.bucket_for(count), cuts, candidates)
         if any(map(loops, draws)):
             return self._loop(batch, logits, cuts, candidates)
-        picks = iter(self._buffers.read_picks(len(logits), candidates))
+        picks = self._buffers.read_picks(len(logits), candidates)
         drawn: list[Drawn | None] = []
+        first = 0
         for rows in batch:
-            own = list(itertools.islice(picks, rows.num_logits))
-            others = [best[1:] for best in own]
+            own = picks[first : first + rows.num_logits]
+            first += rows.num_logits
+            others = [best[1:] for best in own] if candidates > 1 else []
             drawn.append(_chain(rows.draw, [best[0] for best in own], others))
         return Output(logits, drawn)
 

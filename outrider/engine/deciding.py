@@ -42,6 +42,7 @@ class EagerDecider:
     def __init__(self) -> None:
         self._log_probs = torch.empty(0)
 
+    @torch.inference_mode()
     def read(self, rows: Tokens[Verified]) -> None:
         logits = torch.cat([each.logits for each in rows]) if len(rows) > 1 else rows[0].logits
         logits = masked(logits, [(each.spec, place) for each in rows for place in each.positions])
@@ -50,5 +51,6 @@ class EagerDecider:
         if logits.is_cuda:
             torch.cuda.current_stream(logits.device).synchronize()
 
+    @torch.inference_mode()
     def decide(self, chains: Tokens[Chain]) -> list[BlockOutcome]:
         return verify_blocks(self._log_probs, chains)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ Pick = Callable[[Tensor, Tokens[tuple[SamplingParams, int]]], Tensor]
 """The coupled pick of each row: logits, and parameters and position of each, to [rows] int64."""
 
 
+@torch.inference_mode()
 def run(batch: Tokens[Rows], runner: Forward, pick: Pick | None = None) -> Output:
     """One pass over the batch, and the further ones that its draws ask for.
 
@@ -218,9 +219,11 @@ def _entries(
 
 def _rows_of(batch: Tokens[Rows], logits: Tensor, chosen: Tokens[Rows]) -> Tensor:
     """The logits of some entries of the batch."""
-    wanted_rows = sum(rows.num_logits for rows in chosen)
-    if wanted_rows in (0, len(logits)):
-        return logits[:wanted_rows]
+    wanted_rows = sum([rows.num_logits for rows in chosen])
+    if wanted_rows == len(logits):
+        return logits
+    if wanted_rows == 0:
+        return logits[:0]
     parts = torch.split(logits, [rows.num_logits for rows in batch])
     wanted = {id(rows) for rows in chosen}
     return torch.cat([part for part, rows in zip(parts, batch, strict=True) if id(rows) in wanted])
@@ -249,7 +252,6 @@ def _run_ahead(
     return found
 
 
-@torch.inference_mode()
 def _candidates(
     logits: Tensor,  # [logits rows of all items, vocab]
     items: Tokens[tuple[Rows, Draw, Drawn]],
@@ -308,8 +310,7 @@ def _scores(
     return scores
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """One row of logits: whose it is, and which position of the log it decides about."""
 
     draw: Draw
@@ -317,12 +318,13 @@ class _Row:
     position: int
 
 
-@torch.inference_mode()
 def _draw(logits: Tensor, rows: Tokens[_Row], pick: Pick) -> None:
     """Draw at each row; logits [rows, vocab]."""
     logits = masked(logits, [(row.draw.spec, row.position) for row in rows])
-    coupled = [i for i, row in enumerate(rows) if not row.draw.spec.uses_distributions]
-    sampled = [i for i, row in enumerate(rows) if row.draw.spec.uses_distributions]
+    coupled: list[int] = []
+    sampled: list[int] = []
+    for i, row in enumerate(rows):
+        (sampled if row.draw.spec.uses_distributions else coupled).append(i)
     if coupled:
         chosen = [rows[i] for i in coupled]
         params = [(row.draw.spec.sampling, row.position) for row in chosen]

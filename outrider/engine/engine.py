@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class Engine:
         find_idle: Callable[[], Iterable[Sequence]],
     ) -> None:
         self.runner = runner
+        self._streams = isinstance(runner, StreamingRunner)
         self.blocks = BlockManager(num_blocks, runner.block_tokens)
         self.scheduler = Scheduler(self.blocks, max_rows=max_rows, find_idle=find_idle)
         self._incomplete: list[_Incomplete] = []
@@ -131,11 +132,11 @@ class Engine:
 
     def _rounds_ahead(self, batch: list[Chunk]) -> int:
         """Rounds of the whole batch that can run without the host; KV for them is reserved."""
-        runner = self.runner
-        if not batch or not isinstance(runner, StreamingRunner):
+        if not batch or not self._streams:
             return 1
+        runner = cast(StreamingRunner, self.runner)
         works = [chunk.work for chunk in batch]
-        count = min(1 + min(work.ahead for work in works), runner.max_stream)
+        count = min(1 + min([work.ahead for work in works]), runner.max_stream)
         plain = all(chunk.completes and chunk.work.num_logits == 1 for chunk in batch)
         if count == 1 or not plain:
             return 1
@@ -157,7 +158,7 @@ class Engine:
             if rows.draw
         ]
         no_logits = torch.empty(0)
-        picked = self.runner.stream(rows, stop)  # type: ignore[attr-defined]
+        picked = cast(StreamingRunner, self.runner).stream(rows, stop)
         while True:
             try:
                 picks = next(picked, None)
@@ -194,23 +195,23 @@ class Engine:
         return self.runner.run(self._rows(batch))
 
     def _rows(self, batch: list[Chunk]) -> list[Rows]:
-        total = self.batch_rows = sum(chunk.count for chunk in batch)
-        prompt_rows = sum(chunk.prompt_rows for chunk in batch)
+        total = self.batch_rows = sum([chunk.count for chunk in batch])
+        prompt_rows = sum([chunk.prompt_rows for chunk in batch])
         rows = []
         for chunk in batch:
-            work = chunk.work
+            work, completes = chunk.work, chunk.completes
             work.batch_rows = total
             work.prompt_rows += prompt_rows
-            stop = work.computed + chunk.count
+            start = work.computed
             rows.append(
                 Rows(
-                    token_ids=work.tokens[work.computed : stop],
-                    start=work.computed,
+                    token_ids=work.tokens[start : start + chunk.count],
+                    start=start,
                     blocks=work.sequence.blocks,
-                    num_logits=work.logits_rows if chunk.completes else 0,
-                    draw=work.draw if chunk.completes else None,
+                    num_logits=work.logits_rows if completes else 0,
+                    draw=work.draw if completes else None,
                     scratch=work.scratch,
-                    parents=work.parents if chunk.completes else (),
+                    parents=work.parents if completes else (),
                     known=work.known,
                 )
             )
@@ -221,16 +222,17 @@ class Engine:
         row = 0
         for chunk, drawn in zip(batch, output.drawn, strict=True):
             work = chunk.work
-            completes = chunk.completes
             stop = work.computed + chunk.count
             work.sequence.wrote(work.computed, work.tokens[work.computed : stop])
             work.computed = stop
-            if completes:
-                # Side nodes of a tree lie at places that are not their positions.
-                side_nodes = len(work.parents) - trees.spine_length(work.parents)
-                work.sequence.forget(stop - side_nodes)
-                ready.append((work, output.logits[row : row + work.logits_rows]))
-                row += work.logits_rows
+            if chunk.completes:
+                if work.parents:
+                    # Side nodes of a tree lie at places that are not their positions.
+                    side_nodes = len(work.parents) - trees.spine_length(work.parents)
+                    work.sequence.forget(stop - side_nodes)
+                count = work.logits_rows
+                ready.append((work, output.logits[row : row + count]))
+                row += count
                 work.drawn = drawn
                 self._keep(work, output)
                 if work.draw and drawn and work.draw.steps > 1 and not work.draw.branches:

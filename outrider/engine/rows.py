@@ -50,7 +50,7 @@ class Draw:
 
     def scratch_blocks(self, block_tokens: int) -> int:
         """Blocks that the branches write."""
-        return sum(len(places) for places in self.places(block_tokens))
+        return sum([len(places) for places in self.places(block_tokens)])
 
     def places(self, block_tokens: int) -> Iterator[range]:
         """Of each branch, the block numbers within the sequence that it writes."""

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 from outrider.engine.block_manager import BlockManager
@@ -90,14 +91,11 @@ class PrefixCounts:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` tokens of a work's pending ones, for the next pass."""
+    """`count` tokens of a work's pending ones, for the next pass; `completes`: they are all."""
 
     work: Work
     count: int
-
-    @property
-    def completes(self) -> bool:
-        return self.count == self.work.pending
+    completes: bool
 
     @property
     def prompt_rows(self) -> int:
@@ -176,11 +174,11 @@ class Scheduler:
         owed = _fitting(oldest, max(self.max_rows // 4, 1)) or oldest.pending
         budget = max(self.max_rows - owed, 0)
         batch = []
-        for work in sorted(self.running, key=lambda work: work.pending):
+        for work in sorted(self.running, key=attrgetter("pending")):
             share = budget + owed if work is oldest else budget
             count = _fitting(work, share)
             if count or work.known:
-                batch.append(Chunk(work, count))
+                batch.append(Chunk(work, count, completes=count == work.pending))
             budget = share - count
         return batch
 
@@ -275,10 +273,12 @@ class Scheduler:
 
     def _adopt_prefix(self, work: Work) -> None:
         """Take over KV that others have computed for the same tokens, where it reaches further."""
+        if work.looked_up or work.known:
+            return
         sequence, size = work.sequence, self.blocks.block_tokens
         own = sequence.usable_kv(work.tokens, work.num_logits)
         most = min(len(work.tokens) - work.num_logits, len(sequence.log)) // size
-        if most * size <= own or work.looked_up or work.known:
+        if most * size <= own:
             return
         work.looked_up = True
         self.prefix.asked += most * size - own
@@ -313,8 +313,9 @@ class Scheduler:
         sequence.chain.cut(start // size)
         if not self.blocks.extend(sequence.blocks, work.reserve):
             return False
-        scratch = work.draw.scratch_blocks(size) if work.draw else 0
-        return self.blocks.extend(work.scratch, scratch * size)
+        if work.draw is None or not work.draw.branches:
+            return True
+        return self.blocks.extend(work.scratch, work.draw.scratch_blocks(size) * size)
 
     def _victims(self, sequence: Sequence) -> Iterator[Sequence]:
         yield from self._find_idle()
@@ -332,6 +333,5 @@ def _fitting(work: Work, rows: int) -> int:
 
     Rows whose logits are wanted are never split: logits come from one pass.
     """
-    if work.pending <= rows:
-        return work.pending
-    return min(rows, work.pending - work.num_logits)
+    pending = work.pending
+    return pending if pending <= rows else min(rows, pending - work.num_logits)

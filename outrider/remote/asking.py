@@ -47,13 +47,15 @@ class Ask:
 
     def fill(self, entry: worker_pb2.Entry, delta: worker_pb2.TokenDelta) -> None:
         """Make an entry ask for it."""
-        entry.propose.delta.CopyFrom(delta)
-        entry.propose.num_speculative_tokens = self.num_tokens
-        entry.propose.alternatives = self.num_alternatives
+        propose = entry.propose
+        propose.delta.CopyFrom(delta)
+        propose.num_speculative_tokens = self.num_tokens
+        propose.alternatives = self.num_alternatives
         if self.fan_out:
-            entry.propose.ahead.pending.token_ids.extend(self.pending)
-            entry.propose.ahead.fan_out.extend(self.fan_out)
-            entry.propose.ahead.run_ahead = self.run_ahead
+            ahead = propose.ahead
+            ahead.pending.token_ids.extend(self.pending)
+            ahead.fan_out.extend(self.fan_out)
+            ahead.run_ahead = self.run_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,9 @@ def fill_for(
     remote: RemoteSession, ask: Ask
 ) -> Callable[[worker_pb2.Entry, worker_pb2.TokenDelta], None]:
     """What makes an entry ask a draft, for no more than it knows of."""
-    return ask.fill if remote.offers("run_ahead") else replace(ask, run_ahead=False).fill
+    if ask.run_ahead and not remote.offers("run_ahead"):
+        ask = replace(ask, run_ahead=False)
+    return ask.fill
 
 
 def _answer(result: worker_pb2.Reply | OutriderError, trip_us: int) -> Answer:

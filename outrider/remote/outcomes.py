@@ -167,7 +167,8 @@ class Speculation:
         self._log = log
         self.forecast.saw(verdict)
         self._pace.emitted(len(verdict.token_ids))
-        if self._length(len(log)) == 0:
+        length = self._length(len(log))
+        if length == 0:
             if asked is not None:
                 self.draft.cancel()
             return Chosen()
@@ -176,7 +177,6 @@ class Speculation:
         if asked is None and self.plan.fan_out:
             return self._plain()
         if asked is None:
-            length = self._length(len(log))
             asked = self._ask(Ask(length, num_alternatives=self._num_alternatives(length)))
         self._waiting_since = time.monotonic()
         if asked.answer is None:
@@ -219,41 +219,45 @@ class Speculation:
         answer, verdict = asked.answer, self._open
         if self._asked is asked and verdict is not None and answer is not None:
             self._asked = None
-            chosen = self._select(asked.ask, answer, verdict)
+            wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
+            chosen = self._select(asked.ask, answer, verdict, wait_us)
             if chosen is None:
                 return
             self._open = None
-            wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
-            trip_us = min(answer.trip_us, wait_us)
-            report = replace(chosen.report, wait_us=wait_us, trip_us=trip_us)
-            self.resume(replace(chosen, report=report))
+            self.resume(chosen)
 
-    def _select(self, ask: Ask, answer: Answer, verdict: Verdict) -> Chosen | None:
-        """What comes of an answer; None: another question takes its place, and is waited for."""
-        report = DraftReport(asked=ask.num_tokens, dropped=self._dropped)
-        self._dropped = 0
-        if self._missed is not None:
-            report = replace(report, hit=False, prepared=self._missed)
-            self._missed = None
-        if answer.proposed is None:
-            late = isinstance(answer.error, DeadlineExceeded)
-            return Chosen(report=replace(report, failed=True, dropped=int(late)))
-        spent = answer.spent
-        report = replace(
-            report,
+    def _select(
+        self, ask: Ask, answer: Answer, verdict: Verdict, wait_us: int = 0
+    ) -> Chosen | None:
+        """What comes of an answer that was waited for so long; None: another question takes its
+        place, and is waited for."""
+        missed, self._missed = self._missed, None
+        dropped, self._dropped = self._dropped, 0
+        proposed, spent = answer.proposed, answer.spent
+        if proposed is None:
+            dropped = int(isinstance(answer.error, DeadlineExceeded))
+        report = DraftReport(
+            wait_us=wait_us,
             worker_us=spent.worker_us,
             compute_us=spent.compute_us,
+            failed=proposed is None,
+            dropped=dropped,
+            hit=None if missed is None else False,
+            asked=ask.num_tokens,
+            prepared=missed or 0,
+            trip_us=min(answer.trip_us, wait_us),
             took_us=answer.trip_us,
         )
+        if proposed is None:
+            return Chosen(report=report)
         self._answer_time.took(answer.trip_us / 1e6, ahead=bool(ask.fan_out))
         try:
             if ask.fan_out:
-                return self._among(ask, answer.proposed, verdict, report)
-            proposal = self._take(answer.proposed.proposal, ask)
+                return self._among(ask, proposed, verdict, report)
+            proposal = self._take(proposed.proposal, ask)
         except OutriderError as error:
             logger.warning("proposal dropped: %s", error)
-            dropped = report.dropped + 1
-            return Chosen(report=replace(report, failed=True, dropped=dropped))
+            return Chosen(report=replace(report, failed=True, dropped=dropped + 1))
         self._prepare(self._log, proposal)
         return Chosen(proposal, report)
 

@@ -7,11 +7,10 @@ fixed by the vocabulary, so that no bit of it depends on other rows or on the nu
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.sampling.row_params import ROW_WORDS, fill_rows
+from outrider.sampling.row_params import packed_rows
 from outrider.types import SamplingParams
 
 
@@ -22,10 +21,12 @@ def takes(logits: Tensor) -> bool:
 
 def pack_rows(rows: Sequence[tuple[SamplingParams, int]]) -> Tensor:  # [rows, ROW_WORDS] int32
     """Each row's parameters, and the position in the log that it decides about."""
-    packed = np.zeros((len(rows), ROW_WORDS), dtype=np.int32)
-    for index, (sampling, position) in enumerate(rows):
-        fill_rows(packed, index, sampling, (position,))
-    return torch.from_numpy(packed)
+    runs: list[tuple[SamplingParams, list[int]]] = []
+    for sampling, position in rows:
+        if not runs or runs[-1][0] is not sampling:
+            runs.append((sampling, []))
+        runs[-1][1].append(position)
+    return torch.from_numpy(packed_rows(runs))
 
 
 def sample_rows(

@@ -113,7 +113,8 @@ class SessionTable:
 
     def get(self, header: worker_pb2.EntryHeader) -> Session:
         """The open session that an entry names, if the entry's fence holds."""
-        session = self._sessions.get(key_of(header))
+        key = key_of(header)
+        session = self._sessions.get(key)
         if session is None:
             raise Refusal(
                 worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION, "no such session here; open it again"
@@ -124,7 +125,7 @@ class SessionTable:
                 worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION, "a new owner must open the session"
             )
         self._number(session, header)
-        self._sessions.move_to_end(key_of(header))
+        self._sessions.move_to_end(key)
         return session
 
     def close(self, key: Key) -> Session | None:
@@ -150,13 +151,14 @@ class SessionTable:
             self._closed.popitem(last=False)
 
     def _number(self, session: Session, header: worker_pb2.EntryHeader) -> None:
-        if header.number <= session.last_number:
+        number = header.number
+        if number <= session.last_number:
             raise Refusal(
                 worker_pb2.REFUSAL_REASON_STALE_NUMBER,
-                f"number {header.number} is not above {session.last_number}",
+                f"number {number} is not above {session.last_number}",
                 field="number",
             )
-        session.last_number = header.number
+        session.last_number = number
 
 
 def check_header(header: worker_pb2.EntryHeader) -> None:
@@ -184,13 +186,14 @@ def key_of(header: worker_pb2.EntryHeader) -> Key:
 
 
 def _check_owner(header: worker_pb2.EntryHeader, epoch: int, owner_nonce: int) -> None:
-    if header.epoch < epoch:
+    named = header.epoch
+    if named < epoch:
         raise Refusal(
             worker_pb2.REFUSAL_REASON_STALE_EPOCH,
-            f"epoch {header.epoch} is over; the session is at {epoch}",
+            f"epoch {named} is over; the session is at {epoch}",
             field="epoch",
         )
-    if header.epoch == epoch and header.owner_nonce != owner_nonce:
+    if named == epoch and header.owner_nonce != owner_nonce:
         raise Refusal(
             worker_pb2.REFUSAL_REASON_NONCE_MISMATCH,
             f"another owner holds epoch {epoch}",
@@ -205,19 +208,20 @@ def advance_base(
 
     Only a prefix with the base's length and hash is ever taken for it.
     """
-    if log.matches(header.base_len, header.base_hash):
-        log.cut(header.base_len)
+    base_len, base_hash = header.base_len, header.base_hash
+    if log.matches(base_len, base_hash):
+        log.cut(base_len)
         return
-    given = delta.token_ids
+    given, start = delta.token_ids[:], delta.start
     if not given:
-        raise TokensMissing(len(log) if header.base_len > len(log) else 0)
-    if log.replace_tail(delta.start, list(given), header.base_len, header.base_hash):
+        raise TokensMissing(len(log) if base_len > len(log) else 0)
+    if log.replace_tail(start, given, base_len, base_hash):
         return
-    if delta.start == 0:
+    if start == 0:
         raise Refusal(
             worker_pb2.REFUSAL_REASON_INVALID_ARGUMENT,
             "length and hash of the base are not those of the tokens given",
             field="base_hash",
         )
     # Tokens that start behind ours leave a gap; any other mismatch means another prefix.
-    raise TokensMissing(len(log) if delta.start > len(log) else 0)
+    raise TokensMissing(len(log) if start > len(log) else 0)

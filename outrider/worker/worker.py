@@ -133,6 +133,7 @@ class _Task:
     """What the worker keeps about a work under way."""
 
     entry: worker_pb2.Entry
+    key: Key
     session: Session
     sink: ReplySink
     trace: TraceContext | None = None
@@ -424,11 +425,11 @@ class Worker:
             )
         self._check_room(header)
         delta = entry.verify.delta if entry.HasField("verify") else entry.propose.delta
-        require(
-            len(delta.token_ids) <= _MAX_INLINE_TOKENS,
-            f"{len(delta.token_ids)} ids; at most {_MAX_INLINE_TOKENS}, more as bulk",
-            "delta.token_ids",
-        )
+        count = len(delta.token_ids)
+        if count > _MAX_INLINE_TOKENS:
+            raise InvalidArgument(
+                f"{count} ids; at most {_MAX_INLINE_TOKENS}, more as bulk", field="delta.token_ids"
+            )
         self._check_ids(delta)
         advance_base(sequence.log, header, delta)
         work = self._tier.begin(entry, sequence, spec)
@@ -437,9 +438,9 @@ class Worker:
         work.deadline -= work.arrived - arrived
         work.arrived = arrived
         trace = self.traces.context_of(header) if self.traces else None
-        work.owner = _Task(entry, session, sink, trace)
+        task = work.owner = _Task(entry, key_of(header), session, sink, trace)
         session.works += 1
-        self._window.returned(key_of(header), time.monotonic())
+        self._window.returned(task.key, time.monotonic())
         self._queued += 1
         self._engine.scheduler.submit(work)
 
@@ -453,17 +454,17 @@ class Worker:
             )
 
     def _check_fits(self, work: Work) -> None:
-        size = self.block_tokens
-        scratch = work.draw.scratch_blocks(size) * size if work.draw else 0
-        if work.reserve + scratch > self._engine.capacity_tokens:
+        needed, capacity = work.reserve, self._engine.capacity_tokens
+        if work.draw is not None and work.draw.branches:
+            needed += work.draw.scratch_blocks(self.block_tokens) * self.block_tokens
+        if needed > capacity:
             raise Refusal(
                 worker_pb2.REFUSAL_REASON_RESOURCE_EXHAUSTED,
-                f"{work.reserve + scratch} tokens do not fit into KV for "
-                f"{self._engine.capacity_tokens}",
+                f"{needed} tokens do not fit into KV for {capacity}",
             )
 
     def _check_ids(self, delta: worker_pb2.TokenDelta) -> None:
-        worst = max(delta.token_ids, default=0)
+        worst = max(delta.token_ids[:], default=0)
         if worst >= self._vocab_size:
             raise InvalidArgument(
                 f"token id {worst} is not below the vocabulary's {self._vocab_size}",
@@ -489,10 +490,12 @@ class Worker:
         if not result.ready:
             return
         replies = self._advance(result.ready)
-        for (work, _), reply in zip(result.ready, replies, strict=True):
-            if work.owner.trace is not None:
-                self._trace(work, reply)
-            if not reply.HasField("refused") and self._goes_on(work):
+        works = [work for work, _ in result.ready]
+        # First all that others are asked, which is waited for, and leaves together: whoever sends
+        # replies gets the interpreter with the first of them.
+        fates = [self._fate(work, reply) for work, reply in zip(works, replies, strict=True)]
+        for work, reply, then in zip(works, replies, fates, strict=True):
+            if self._goes_on(work, then):
                 reply.header.more = True
                 _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
                 work.arrived = work.started = time.monotonic()
@@ -505,11 +508,15 @@ class Worker:
         if self.traces is not None and task.trace is not None:
             self.traces.tell(task.trace, work, reply)
 
-    def _goes_on(self, work: Work) -> bool:
-        then = self._tier.go_on(work)
+    def _fate(self, work: Work, reply: worker_pb2.Reply) -> Next:
+        if work.owner.trace is not None:
+            self._trace(work, reply)
+        return Next.NONE if reply.HasField("refused") else self._tier.go_on(work)
+
+    def _goes_on(self, work: Work, then: Next) -> bool:
         if then is Next.LATER:
             self._engine.scheduler.finish(work)
-            key = key_of(work.owner.entry.header)
+            key: Key = work.owner.key
             self._parked[key] = work
             self._window.answered(key, time.monotonic())
             return True
@@ -518,7 +525,7 @@ class Worker:
     def resume(self, work: Work, *, asked: bool = False) -> None:
         """A parked work has its next round; on the worker's thread."""
         self._asked = self._asked or asked
-        key = key_of(work.owner.entry.header)
+        key: Key = work.owner.key
         if self._parked.pop(key, None) is None:
             return
         self._window.returned(key, time.monotonic())
@@ -550,7 +557,7 @@ class Worker:
     def _finish(self, work: Work, reply: worker_pb2.Reply) -> None:
         self._engine.scheduler.finish(work)
         self._account(work)
-        self._window.answered(key_of(work.owner.entry.header), time.monotonic())
+        self._window.answered(work.owner.key, time.monotonic())
         # Last: the thread that sends it needs the interpreter.
         _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
 
@@ -657,11 +664,10 @@ def timing_of(work: Work) -> WorkTiming:
 
 def deadline_of(header: worker_pb2.EntryHeader) -> float:
     """The entry's deadline on this machine's monotonic clock; one is always there."""
-    if not 1 <= header.timeout_ms <= _MAX_TIMEOUT_MS:
-        raise InvalidArgument(
-            f"{header.timeout_ms} is not in [1, {_MAX_TIMEOUT_MS}]", field="timeout_ms"
-        )
-    return time.monotonic() + header.timeout_ms / 1000
+    timeout_ms = header.timeout_ms
+    if not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
+        raise InvalidArgument(f"{timeout_ms} is not in [1, {_MAX_TIMEOUT_MS}]", field="timeout_ms")
+    return time.monotonic() + timeout_ms / 1000
 
 
 def _answers(reply: worker_pb2.ReplyHeader, entry: worker_pb2.EntryHeader) -> None:
@@ -676,6 +682,7 @@ def _answers(reply: worker_pb2.ReplyHeader, entry: worker_pb2.EntryHeader) -> No
 def _send(
     header: worker_pb2.EntryHeader, reply: worker_pb2.Reply, sink: ReplySink, arrived: float
 ) -> None:
-    _answers(reply.header, header)
-    reply.header.elapsed_us = int((time.monotonic() - arrived) * 1e6)
+    answering = reply.header
+    _answers(answering, header)
+    answering.elapsed_us = int((time.monotonic() - arrived) * 1e6)
     sink(reply)

@@ -19,10 +19,10 @@ from outrider.v1 import worker_pb2
 from outrider.wire import (
     check_alternatives,
     distribution_to_proto,
+    fill_timing,
     proposal_from_proto,
     proposal_to_proto,
     require,
-    timing_to_proto,
 )
 from outrider.worker.sessions import Key, Refusal
 from outrider.worker.worker import Host, Next, deadline_of, timing_of
@@ -76,17 +76,17 @@ class Drafter:
             raise Refusal(
                 worker_pb2.REFUSAL_REASON_UNSUPPORTED, "a draft only proposes", field="op"
             )
-        wanted = entry.propose.num_speculative_tokens
-        require(
-            1 <= wanted <= MAX_SPECULATIVE_TOKENS,
-            f"{wanted} is not in [1, {MAX_SPECULATIVE_TOKENS}]",
-            "num_speculative_tokens",
-        )
+        propose = entry.propose
+        wanted = propose.num_speculative_tokens
+        if not 1 <= wanted <= MAX_SPECULATIVE_TOKENS:
+            raise InvalidArgument(
+                f"{wanted} is not in [1, {MAX_SPECULATIVE_TOKENS}]", field="num_speculative_tokens"
+            )
         require(len(sequence.log) > 0, "a base needs at least one token", "base_len")
-        alternatives = _alternatives(entry.propose, spec)
+        alternatives = _alternatives(propose, spec)
         base_len = len(sequence.log)
-        if entry.propose.HasField("ahead"):
-            pending, branches = self._ahead(entry.propose.ahead, spec)
+        if propose.HasField("ahead"):
+            pending, branches = self._ahead(propose.ahead, spec)
             room = self._room(base_len + len(pending) + 1)
             if room < 1:
                 raise Refusal(
@@ -170,14 +170,15 @@ def _check_run_ahead(count: int, spec: GenerationSpec) -> None:
 
 def _alternatives(asked: worker_pb2.ProposeEntry, spec: GenerationSpec) -> int:
     """How many runners-up of each guess are wanted."""
-    check_alternatives(asked.alternatives, "alternatives")
-    if asked.alternatives and asked.HasField("ahead"):
+    wanted = asked.alternatives
+    check_alternatives(wanted, "alternatives")
+    if wanted and asked.HasField("ahead"):
         raise InvalidArgument("only chains are prepared ahead", field="alternatives")
-    if asked.alternatives and spec.uses_distributions:
+    if wanted and spec.uses_distributions:
         raise Unsupported(
             "alternatives are given at temperature 0 and in coupled mode", field="alternatives"
         )
-    return asked.alternatives
+    return wanted
 
 
 def _work(
@@ -196,14 +197,16 @@ def _work(
 def _proposed(work: Work) -> worker_pb2.Reply:
     if work.draw is None or work.drawn is None:
         raise RuntimeError("the engine drew nothing")
-    proposed = worker_pb2.Proposed(timing=timing_to_proto(timing_of(work)))
+    reply = worker_pb2.Reply()
+    proposed = reply.proposed
+    fill_timing(proposed.timing, timing_of(work))
     if work.draw.branches:
         for branch, drawn in zip(work.draw.branches, work.drawn.branches, strict=True):
             proposed.outcomes.append(_outcome(branch, drawn))
     else:
         proposal = _with_leaves(_proposal(work.drawn), work.drawn.alternatives)
         proposed.proposal.CopyFrom(proposal_to_proto(proposal))
-    return worker_pb2.Reply(proposed=proposed)
+    return reply
 
 
 def _outcome(branch: Branch, drawn: Drawn) -> worker_pb2.Outcome:

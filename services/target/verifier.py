@@ -61,12 +61,14 @@ class _Verification:
     @property
     def rows(self) -> list[int]:
         """The rows that the emitted tokens come from."""
-        return [0, *(guess + 1 for guess in self.accepted)]
+        return [0, *[guess + 1 for guess in self.accepted]]
 
     @property
     def num_computed(self) -> int:
         """Tokens of the log after the verdict whose KV is there: the base and the accepted guesses
         of the spine. The KV of side nodes lies at places that are not their positions."""
+        if not self.proposal.parents:
+            return self.base_len + len(self.accepted)
         return self.base_len + sum(guess == i for i, guess in enumerate(self.accepted))
 
 
@@ -161,7 +163,6 @@ class Verifier:
         rows = self._tree_rows // max(self._host.under_way, 1)
         return max(rows - 1 - length, 0) // length
 
-    @torch.inference_mode()
     def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
         sampled = [(work, logits) for work, logits in ready if work.drawn is None]
         if sampled:
@@ -232,12 +233,14 @@ class Verifier:
     def _next_round(self, work: Work, proposal: Proposal, report: DraftReport | None) -> None:
         """Make a work whose verdict is in its log verify a proposal after it."""
         done: _Verification = work.context
-        base_len = len(work.sequence.log)
+        sequence = work.sequence
+        base_len = len(sequence.log)
         proposal = self._fitting(proposal, base_len)
-        work.tokens = work.sequence.line(proposal.token_ids)
+        count = len(proposal)
+        work.tokens = sequence.line(proposal.token_ids)
         work.computed = done.num_computed
-        work.sequence.forget(work.computed)  # KV of rejected guesses.
-        work.num_logits, work.reserve = len(proposal) + 1, base_len + len(proposal)
+        sequence.forget(work.computed)  # KV of rejected guesses.
+        work.num_logits, work.reserve = count + 1, base_len + count
         work.parents, work.prompt_rows = proposal.parents, 0
         work.draw, work.drawn = _draw_of(done.spec, base_len), None
         speculation, more_rounds = done.speculation, done.more_rounds - 1
@@ -251,15 +254,16 @@ class Verifier:
         """What of a proposal the context has room for, each guess and the token after it; of a tree
         that is too large the spine, because each of its nodes has a place of its own."""
         room = self._context_length - base_len - 1
-        return (proposal if len(proposal) <= room else proposal.spine).cut(room)
+        return proposal if len(proposal) <= room else proposal.spine.cut(room)
 
 
 def _holds_stop(done: _Verification, tokens: Tokens[int]) -> bool:
     """Whether the generation may end at one of the tokens; an accepted guess can be such a one."""
-    return any(
-        token in done.spec.stop_ids and not must_go_on(done.spec, position)
-        for position, token in enumerate(tokens, done.base_len)
-    )
+    spec = done.spec
+    for position, token in enumerate(tokens, done.base_len):
+        if token in spec.stop_ids and not must_go_on(spec, position):
+            return True
+    return False
 
 
 def _draw_of(spec: GenerationSpec, base_len: int) -> Draw | None:
@@ -280,11 +284,12 @@ def _by_draw(work: Work) -> Verdict:
     round_.accepted = (
         verify_tree(own, guesses, parents) if parents else range(verify_tokens(own, guesses))
     )
+    num_proposed = round_.proposal.length
     return Verdict(
-        tuple(own[row] for row in round_.rows),
+        tuple([own[row] for row in round_.rows]),
         num_accepted=len(round_.accepted),
-        num_proposed=round_.proposal.length,
-        num_beside=len(round_.proposal) - round_.proposal.length,
+        num_proposed=num_proposed,
+        num_beside=len(guesses) - num_proposed,
     )
 
 
@@ -324,5 +329,7 @@ def _with_logprobs(verdict: Verdict, verification: _Verification, logits: Tensor
     top = verification.spec.logprobs
     if top is None:
         return verdict
-    rows = logits[verification.rows]  # [tokens, vocab]
-    return replace(verdict, logprobs=tuple(position_logprobs(rows, verdict.token_ids, top)))
+    with torch.inference_mode():
+        rows = logits[verification.rows]  # [tokens, vocab]
+        found = position_logprobs(rows, verdict.token_ids, top)
+    return replace(verdict, logprobs=tuple(found))

@@ -691,3 +691,22 @@ async def test_a_pool_keeps_no_session_that_was_forgotten():
     pool.forget(key_of(header))
     assert gone() is None
     await pool.close()
+
+
+def test_all_questions_of_a_pass_leave_before_its_first_reply(make_rig):
+    rig = make_rig()
+    seen = []
+    both = threading.Event()
+    rig.drafts.ask = lambda *_: seen.append("question")
+
+    def sink(reply):
+        assert reply.header.more
+        seen.append("reply")
+        if seen.count("reply") == 2:
+            both.set()
+
+    other = Rig(rig.owner.bench, rig.drafts, GREEDY)
+    worker = rig.owner.bench.worker
+    worker.submit([rig.entry(), other.entry()], sink)
+    assert both.wait(TIMEOUT_S)
+    assert seen == ["question", "question", "reply", "reply"]
