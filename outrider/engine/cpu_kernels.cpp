@@ -72,35 +72,45 @@ void score_block(const float* const* query, const T* keys, int64_t head_dim, flo
     for (int64_t t = 0; t < B; ++t) scores[i][t] = sums[i][t] * scale;
 }
 
-// output[i][first ... first + D - 1] += sum over t of weights[i][t] * value t, for one block of values.
-template <typename T, int64_t B, int N, int64_t D>
+// output[i][d] += sum over t of weights[i][t] * value t [d], for one block of values and the kWide
+// places from `first` on.
+template <typename T, int64_t B, int N>
 void weigh_part(float* const* weights, const T* values, int64_t head_dim, int64_t first,
                 float* const* output) {
-  float sums[N][D];
+  float sums[N][kWide];
   for (int i = 0; i < N; ++i)
-    for (int64_t d = 0; d < D; ++d) sums[i][d] = output[i][first + d];
+    for (int64_t d = 0; d < kWide; ++d) sums[i][d] = output[i][first + d];
   for (int64_t t = 0; t < B; ++t) {
     const T* value = values + t * head_dim + first;
-    float wide[D];
+    float wide[kWide];
 #pragma omp simd
-    for (int64_t d = 0; d < D; ++d) wide[d] = widen(value[d]);
+    for (int64_t d = 0; d < kWide; ++d) wide[d] = widen(value[d]);
     for (int i = 0; i < N; ++i) {
       const float weight = weights[i][t];
 #pragma omp simd
-      for (int64_t d = 0; d < D; ++d) sums[i][d] += weight * wide[d];
+      for (int64_t d = 0; d < kWide; ++d) sums[i][d] += weight * wide[d];
     }
   }
   for (int i = 0; i < N; ++i)
-    for (int64_t d = 0; d < D; ++d) output[i][first + d] = sums[i][d];
+    for (int64_t d = 0; d < kWide; ++d) output[i][first + d] = sums[i][d];
 }
 
 // output[i] += sum over t of weights[i][t] * value t, for one block of values.
 template <typename T, int64_t B, int N>
 void weigh_block(float* const* weights, const T* values, int64_t head_dim, float* const* output) {
-  int64_t d = 0;
-  for (; d + kWide <= head_dim; d += kWide)
-    weigh_part<T, B, N, kWide>(weights, values, head_dim, d, output);
-  for (; d < head_dim; ++d) weigh_part<T, B, N, 1>(weights, values, head_dim, d, output);
+  int64_t whole = 0;
+  for (; whole + kWide <= head_dim; whole += kWide)
+    weigh_part<T, B, N>(weights, values, head_dim, whole, output);
+  if (whole == head_dim) return;
+  for (int64_t t = 0; t < B; ++t) {
+    const T* value = values + t * head_dim;
+    for (int i = 0; i < N; ++i) {
+      const float weight = weights[i][t];
+      float* out = output[i];
+#pragma omp simd
+      for (int64_t d = whole; d < head_dim; ++d) out[d] += weight * widen(value[d]);
+    }
+  }
 }
 
 // Turns the first `seen` of `length` scores into exp(score - max), the others into 0; their sum.
