@@ -63,7 +63,7 @@ def runner_of(model) -> CudaRunner:
         dtype=torch.bfloat16, device=torch.device("cuda"),
     )  # fmt: skip
     optimise(model)
-    made = CudaRunner(loaded, num_blocks=4 * BLOCKS_EACH, max_rows=96, max_context=512)
+    made = CudaRunner(loaded, num_blocks=4 * BLOCKS_EACH, max_rows=16, max_context=512)
     made.warm_up()
     return made
 
@@ -83,8 +83,8 @@ def test_logits_are_those_of_the_model_itself(name):
     blocks = [list(range(BLOCKS_EACH * i, BLOCKS_EACH * (i + 1))) for i in range(len(texts))]
     # Prompts in pieces; then the last tokens of all together, some of them several rows.
     for text, own in zip(texts, blocks, strict=True):
-        for start in range(0, len(text) - 5, 96):
-            stop = min(start + 96, len(text) - 5)
+        for start in range(0, len(text) - 5, 16):
+            stop = min(start + 16, len(text) - 5)
             runner.forward([Rows(text[start:stop], start, own, 1)])
     batch = [
         Rows(text[-5:], len(text) - 5, own, count)
