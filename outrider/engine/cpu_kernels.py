@@ -5,10 +5,12 @@ because theirs are the results whose bits would otherwise depend on what else is
 """
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import platform
 import time
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 BLOCK_SIZES = (8, 32)
 """Tokens of a KV block that the kernels are made for."""
 
+_LIBRARY = "outrider_cpu.so"
+
 _FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp")
 
 
@@ -33,11 +37,9 @@ def load(cache_dir: Path | None = None) -> float:
     started = time.monotonic()
     if not _is_loaded():
         folder = (cache_dir or default_cache_dir()) / f"kernels-{_fingerprint()}"
-        library = folder / "outrider_cpu.so"
-        if not library.exists():
-            logger.info("compiling the CPU kernels; this happens once")
-            _compile(folder)
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        library = folder / _LIBRARY
+        if library.exists() or not _compile(folder):
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     return time.monotonic() - started
 
 
@@ -70,20 +72,41 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _compile(folder: Path) -> None:
+def _compile(folder: Path) -> bool:
+    """Compile and load; False if another process has compiled them meanwhile.
+
+    The library is in its place when it is whole, whoever is killed under way.
+    """
     from torch.utils import cpp_extension
 
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        cpp_extension.load(
-            "outrider_cpu",
-            [str(source) for source in _sources()],
-            extra_cflags=list(_FLAGS),
-            extra_ldflags=["-lmvec"] if platform.machine() == "x86_64" else [],
-            build_directory=str(folder),
-            is_python_module=False,
-        )
-    except (RuntimeError, OSError) as error:
-        raise FailedPrecondition(
-            f"the CPU kernels need a C++ compiler (install g++ or gcc-c++): {error}"
-        ) from error
+    build = folder / "build"
+    build.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if (folder / _LIBRARY).exists():
+            return False
+        logger.info("compiling the CPU kernels; this happens once")
+        # torch's own lock is a file, which a process that was killed leaves behind.
+        (build / "lock").unlink(missing_ok=True)
+        try:
+            cpp_extension.load(
+                "outrider_cpu",
+                [str(source) for source in _sources()],
+                extra_cflags=list(_FLAGS),
+                extra_ldflags=["-lmvec"] if platform.machine() == "x86_64" else [],
+                build_directory=str(build),
+                is_python_module=False,
+            )
+        except (RuntimeError, OSError) as error:
+            raise FailedPrecondition(
+                f"the CPU kernels need a C++ compiler (install g++ or gcc-c++): {error}"
+            ) from error
+        (build / _LIBRARY).replace(folder / _LIBRARY)
+    return True
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time; a lock that ends with the process that holds it."""
+    with (folder / "compiling").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
