@@ -131,7 +131,8 @@ def _with_dense_rows(rows: Tensor) -> Tensor:  # [rows, heads, head_dim]
 
 def _split_of(max_context: int) -> int:
     """Tokens of a piece; it hangs on the longest context that there may be alone."""
-    return max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(max_context, _MOST_SPLITS)))
+    needed: int = triton.next_power_of_2(triton.cdiv(max_context, _MOST_SPLITS))
+    return max(_LEAST_SPLIT, needed)
 
 
 def copy_blocks(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ _BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 MAX_ROWS = _BUCKETS[-1]
 """Rows of the largest pass."""
 
-_COMPILED = {"combo_kernels": True}
+_COMPILED: dict[str, str | int | bool | Callable[..., Any]] = {"combo_kernels": True}
 """What queries, keys and values need before attention is one launch for all three."""
 
 
