@@ -5,10 +5,10 @@
 
 Each prompt of Spec-Bench is answered by every fixed k and by the controller in turn, the order
 alternating, with one seed, so that all say the same tokens; before them once unmeasured, so that
-both tiers have it. Prompts come in rounds of one a
-category: the controller serves them mixed, as a stack does. A ratio is that of a prompt, the
-controller's speed over that of the fixed k that is best for the category; the median of the prompts
-counts. (The best of several is the luckiest too, so ratios are low by what noise there is.)
+both tiers have it. Prompts come in rounds of one a category: the controller serves them mixed, as a
+stack does. A ratio is that of a prompt, the controller's speed over that of the fixed k that is
+best for the category; the median of the prompts counts. (The best of several is the luckiest too,
+so ratios are low by what noise there is.)
 
 Two mixtures change in mid-stream. `long`: answers that go on behind their end to `--long-tokens`,
 into other text or into saying the same again; the share of guesses that k accepts is told by

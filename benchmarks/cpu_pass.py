@@ -37,9 +37,8 @@ def main() -> None:
             inputs = inputs_of([Rows(list(range(rows)), CONTEXT, list(range(16)), rows)], pool)
             slow, fast = medians(partial(python, *inputs), partial(traced, *inputs))
             print(f"{tier}, {rows} rows: Python {slow:.2f}, traced {fast:.2f}", flush=True)
-    attention(
-        KvShape.of(load_model("demo", tier="target", dtype="bfloat16").config, torch.bfloat16)
-    )
+        if tier == "target":
+            attention(KvShape.of(loaded.config, loaded.dtype))
     for width, out in SHAPES:
         linear = torch.nn.Linear(width, out, bias=False).to(torch.bfloat16)
         packed = PackedLinear(linear)

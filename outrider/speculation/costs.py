@@ -17,7 +17,6 @@ _SLOPE_FORGETTING = 0.005
 """Share of what is known of a slope that one observation may replace, at most."""
 
 _MOST_BY_SIZE = 0.98
-"""Work of no size is not free."""
 
 _AGEING = 2e-4
 """Share that each observation which tells about a slope replaces at least."""
@@ -49,12 +48,11 @@ class Line:
 class CostLine:
     """Least squares of seconds on two sizes, online, forgetting, robust; slopes are never negative.
 
-    The level and the slopes forget at different paces. The level follows the last observations,
-    and slopes are shares of it: a machine that is slow for a while is slow in all it does. They
-    come from how far each observation is from that level, and what is known of them is replaced
-    only by observations that tell about them: while the size stays the same, a share learned before
-    stays, and a drift of the level is not taken for one. (Recursive least squares with directional
-    forgetting; Kulhavý and Kárný, 1984.)
+    The level and the slopes forget at different paces. The level follows the last observations.
+    Slopes come from how far each observation is from that level, and what is known of them is
+    replaced only by observations that tell about them: while the size stays the same, a slope
+    learned before stays, and a drift of the level is not taken for one. (Recursive least squares
+    with directional forgetting; Kulhavý and Kárný, 1984.)
 
     `relative_slope` and `relative_other` are what is thought of the slopes at first, as shares
     of the first observation, with the weights of `prior` squared units of the size.
@@ -62,7 +60,7 @@ class CostLine:
 
     __slots__ = (
         "_cross", "_deviation", "_info", "_info_other", "_mean", "_mean_other", "_mean_size",
-        "_other_share", "_share", "_unseen", "num_observations", "other_slope", "slope",
+        "_relative", "_unseen", "num_observations", "other_slope", "slope",
     )  # fmt: skip
 
     def __init__(
@@ -74,9 +72,7 @@ class CostLine:
     ) -> None:
         self.num_observations = 0
         self.slope = self.other_slope = 0.0
-        # Of what a size of 1 takes.
-        self._share = relative_slope / (1.0 + relative_slope)
-        self._other_share = relative_other / (1.0 + relative_slope)
+        self._relative = (relative_slope, relative_other)
         self._info, self._info_other = prior
         self._cross = 0.0
         self._mean = self._mean_size = self._mean_other = self._deviation = 0.0
@@ -99,14 +95,12 @@ class CostLine:
         d_size, d_other = size - self._mean_size, other - self._mean_other
         expected = self._mean + self.slope * d_size + self.other_slope * d_other
         error = self._clipped(seconds - expected)
-        self._learn_shares(d_size, d_other, error)
+        self._learn_slopes(d_size, d_other, error)
         pace = max(1.0 - (1.0 - _DRIFT) ** (1.0 + self._unseen), 1.0 / self.num_observations)
         self._unseen = 0.0
         self._mean += pace * (expected + error - self._mean)
         self._mean_size += pace * d_size
         self._mean_other += pace * d_other
-        unit = self._unit()
-        self.slope, self.other_slope = self._share * unit, self._other_share * unit
 
     def passed_over(self, times: float) -> None:
         """So many observations might have been made meanwhile and were not: the next one says more
@@ -118,16 +112,12 @@ class CostLine:
         return Line(self.predict(0.0), self.slope, self.other_slope)
 
     def _start(self, seconds: float, size: float, other: float) -> None:
+        slope, other_slope = self._relative
+        base = seconds / (1.0 + slope * size + other_slope * other)
+        self.slope, self.other_slope = slope * base, other_slope * base
         self._mean, self._mean_size, self._mean_other = seconds, size, other
         self._deviation = 0.1 * seconds
         self.num_observations = 1
-        unit = self._unit()
-        self.slope, self.other_slope = self._share * unit, self._other_share * unit
-
-    def _unit(self) -> float:
-        """Seconds of a size of 1."""
-        further = self._share * (self._mean_size - 1.0) + self._other_share * self._mean_other
-        return self._mean / (1.0 + further)
 
     def _clipped(self, error: float) -> float:
         """The error, no further than an outlier may pull; a lasting one moves the limit, and so
@@ -139,26 +129,30 @@ class CostLine:
         self._deviation = max(self._deviation, 0.005 * self._mean)
         return error
 
-    def _learn_shares(self, d_size: float, d_other: float, error: float) -> None:
-        """One step of least squares: shares += inverse(information) * deviation * error."""
+    def _learn_slopes(self, d_size: float, d_other: float, error: float) -> None:
+        """One step of least squares: slopes += inverse(information) * deviation * error."""
         keep, keep_other = _kept(d_size, self._info), _kept(d_other, self._info_other)
-        unit = self._unit()
-        if (keep == 1.0 and keep_other == 1.0) or unit <= 0.0:
+        if keep == 1.0 and keep_other == 1.0:
             return
         self._info = self._info * keep + d_size * d_size
         self._info_other = self._info_other * keep_other + d_other * d_other
         self._cross = self._cross * (keep * keep_other) ** 0.5 + d_size * d_other
         info, other, cross = self._info, self._info_other, self._cross
-        gain = error / unit / max(info * other - cross * cross, 1e-9 * info * other)
-        share = self._share + (other * d_size - cross * d_other) * gain
-        other_share = self._other_share + (info * d_other - cross * d_size) * gain
-        if share < 0.0:
-            other_share += cross / other * share
-            share = 0.0
-        if other_share < 0.0:
-            share = max(share + cross / info * other_share, 0.0)
-            other_share = 0.0
-        self._share, self._other_share = min(share, _MOST_BY_SIZE), other_share
+        gain = error / max(info * other - cross * cross, 1e-9 * info * other)
+        slope = self.slope + (other * d_size - cross * d_other) * gain
+        other_slope = self.other_slope + (info * d_other - cross * d_size) * gain
+        if slope < 0.0:
+            other_slope += cross / other * slope
+            slope = 0.0
+        if other_slope < 0.0:
+            slope = max(slope + cross / info * other_slope, 0.0)
+            other_slope = 0.0
+        most = slope * self._mean_size + other_slope * self._mean_other
+        if most > _MOST_BY_SIZE * max(self._mean, 0.0):
+            # Work of no size is not free.
+            share = _MOST_BY_SIZE * max(self._mean, 0.0) / most
+            slope, other_slope = slope * share, other_slope * share
+        self.slope, self.other_slope = slope, other_slope
 
 
 def _kept(deviation: float, info: float) -> float:

@@ -291,7 +291,7 @@ def test_a_length_does_not_run_away_where_rows_cost():
             TargetLoad(Constant()), [ProposerPool("draft")], limits=Limits(cap=16)
         )
         ran, _, _ = play(faulty, lambda i: rate, 500, verify=verify, draft=draft, seed=seed)
-        assert sum(ran[100:]) / 400 > best + 3
+        assert sum(ran[100:]) / 400 > best + 4
 
 
 def test_a_draft_that_fails_is_left_alone():
@@ -401,8 +401,8 @@ def test_pipelining_prepares_outcomes_and_learns_of_hits():
 def test_pipelining_stays_off_where_the_tiers_take_each_others_time():
     """Draft and target on the same cores: a pass takes 70% longer while the draft works."""
     ahead, rates = zip(*(pipelined_on_shared_cores(seed) for seed in range(10)), strict=True)
-    assert statistics.mean(ahead) < 0.35
-    assert statistics.mean(rates) > 1.3
+    assert statistics.mean(ahead) < 0.3
+    assert statistics.mean(rates) > 1.2
 
 
 def pipelined_on_shared_cores(seed: int) -> tuple[float, float]:

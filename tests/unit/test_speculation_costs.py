@@ -47,13 +47,12 @@ def test_drift_is_followed_and_not_taken_for_a_slope():
     assert line.slope == pytest.approx(2 * TRUE.slope, rel=0.5)
 
 
-def test_a_slope_stays_the_share_that_it_was_while_the_size_stays_the_same():
-    """A machine that becomes slow does so in all it does."""
+def test_a_slope_stays_known_while_the_size_stays_the_same():
     line, rng = fitted(noise=0.02)
     learned = line.slope
     for i in range(3000):
         line.observe(TRUE.predict(5) * (1 + 0.3 * (i / 3000)) * rng.gauss(1, 0.02), 5)
-    assert line.slope == pytest.approx(1.3 * learned, rel=0.05)
+    assert line.slope == pytest.approx(learned, rel=0.05)
     assert line.predict(5) == pytest.approx(1.3 * TRUE.predict(5), rel=0.05)
 
 
