@@ -304,12 +304,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--gather",
         type=float,
-        help="see --gather-passes of workers; by default 4 on one device, else what workers have",
+        default=DEFAULT_MAX_PASSES,
+        help="see --gather-passes of workers",
     )
-    args = parser.parse_args()
-    target_device, draft_device = args.devices.split(",")
-    args.gather = args.gather or (4.0 if target_device == draft_device else DEFAULT_MAX_PASSES)
-    return args
+    return parser.parse_args()
 
 
 def variants(text: str) -> list[Variant]:

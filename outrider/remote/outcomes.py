@@ -133,10 +133,18 @@ class Speculation:
         return self._asked is not None
 
     def tune(self, num_speculative_tokens: int, fan_out: int) -> None:
-        """Change the plan from the next round on."""
+        """Change the plan from the next round on. Where no guesses are wanted any more, a round
+        that waits for some goes on without."""
         self.plan = replace(
             self.plan, num_speculative_tokens=num_speculative_tokens, fan_out=fan_out
         )
+        if not self.speculates and self._open is not None:
+            missed = self._missed
+            self.draft.cancel()
+            self._asked = self._open = self._missed = None
+            hit = None if missed is None else False
+            report = DraftReport(wait_us=self._waited_us(), hit=hit, prepared=missed or 0)
+            self.resume(Chosen(report=report))
 
     def starts(self, log: TokenLog, pending: Proposal) -> None:
         """A pass over `pending` on `log` is about to start, which `choose` has no part in."""
@@ -193,8 +201,12 @@ class Speculation:
         self._asked = self._open = self._missed = None
 
     def _length(self, base_len: int) -> int:
-        """Guesses after a base: not more than could be emitted before the last token."""
-        return max(min(self.plan.num_speculative_tokens, self.plan.end_len - base_len - 1), 0)
+        """Guesses to ask for after a base."""
+        return min(self.plan.num_speculative_tokens, self._room_for_guesses(base_len))
+
+    def _room_for_guesses(self, base_len: int) -> int:
+        """Not more than could be emitted before the last token."""
+        return max(self.plan.end_len - base_len - 1, 0)
 
     def _num_alternatives(self, length: int) -> int:
         if self.spec.uses_distributions or not self.plan.alternatives:
@@ -219,12 +231,14 @@ class Speculation:
         answer, verdict = asked.answer, self._open
         if self._asked is asked and verdict is not None and answer is not None:
             self._asked = None
-            wait_us = int((time.monotonic() - self._waiting_since) * 1e6)
-            chosen = self._select(asked.ask, answer, verdict, wait_us)
+            chosen = self._select(asked.ask, answer, verdict, self._waited_us())
             if chosen is None:
                 return
             self._open = None
             self.resume(chosen)
+
+    def _waited_us(self) -> int:
+        return int((time.monotonic() - self._waiting_since) * 1e6)
 
     def _select(
         self, ask: Ask, answer: Answer, verdict: Verdict, wait_us: int = 0
@@ -288,9 +302,11 @@ class Speculation:
         return pays_to_wait(self.forecast.expected_tokens(length), rate, draft_s)
 
     def _take(self, message: common_pb2.Proposal, ask: Ask) -> Proposal:
-        """What a draft has sent, checked, and no more of it than was asked for and may be."""
+        """What a draft has sent, checked, and no more of it than was asked for and may be. A plan
+        that wants fewer guesses meanwhile does not undo those that are there."""
         proposal = proposal_for(self.spec, message, vocab_size=self.vocab_size)
-        return proposal.within(self._length(len(self._log)), ask.num_alternatives)
+        longest = min(ask.num_tokens, self._room_for_guesses(len(self._log)))
+        return proposal.within(longest, ask.num_alternatives)
 
     def _plain(self) -> Chosen:
         self._prepare(self._log, _NOTHING)

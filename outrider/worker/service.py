@@ -81,8 +81,8 @@ class WorkerConfig(KvStoreConfig, GroupConfig, ServerConfig):
     session_idle_s: float = setting(3600.0, help="seconds after which an unused session is closed")
     gather_passes: float = setting(
         DEFAULT_MAX_PASSES,
-        help="longest wait for sessions that are about to return, in passes; 4 where draft and "
-        "target share a GPU",
+        help="longest wait for sessions that are about to return, in passes; at least 4 for those "
+        "whose draft is on the target's device",
     )
     cache_dir: str = setting("", help="folder for converted weights; default: ~/.cache/outrider")
 

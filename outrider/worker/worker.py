@@ -61,6 +61,8 @@ class Next(enum.Enum):
     """It has its next round."""
     LATER = enum.auto()
     """It gets its next round by `Host.resume`."""
+    LATER_BESIDE = enum.auto()
+    """The same; who is waited for computes on this device."""
 
 
 class Host(Protocol):
@@ -187,7 +189,12 @@ class Worker:
         """Work that waits for its next round."""
         self._asked = False
         """Something was asked that is to leave before the next pass."""
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], float] | None] = (
+            queue.SimpleQueue()
+        )
+        """What is to be done, and when it came."""
+        self._came = 0.0
+        """When what is being done came; a pass may have run since."""
         self._thread = threading.Thread(target=self.run, name="outrider-worker", daemon=True)
         self._queued = 0
         self._window = ReturnWindow(limits.gather_passes)
@@ -206,27 +213,26 @@ class Worker:
     def submit(self, entries: Tokens[worker_pb2.Entry], sink: ReplySink) -> None:
         """Hand in entries that came together; `sink` gets the reply to each, on the worker's
         thread."""
-        arrived = time.monotonic()
 
         def handle() -> None:
             for entry in entries:
-                self._handle(entry, sink, arrived)
+                self._handle(entry, sink, self._came)
 
-        self._inbox.put(handle)
+        self.post(handle)
 
     def submit_bulk(
         self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
     ) -> None:
         """Hand in a piece of a long prompt; `sink` gets the answer, on the worker's thread."""
-        self._inbox.put(lambda: self._handle_bulk(request, sink))
+        self.post(lambda: self._handle_bulk(request, sink))
 
     def abandon(self, sink: ReplySink) -> None:
         """Drop the work whose replies would go to `sink`: its stream has ended."""
-        self._inbox.put(lambda: self._drop_work(lambda task: task.sink == sink))
+        self.post(lambda: self._drop_work(lambda task: task.sink == sink))
 
     def post(self, action: Callable[[], None]) -> None:
         """Run this on the worker's thread, from any thread."""
-        self._inbox.put(action)
+        self._inbox.put((action, time.monotonic()))
 
     @property
     def num_unread(self) -> int:
@@ -313,10 +319,11 @@ class Worker:
     def _read_inbox(self, timeout_s: float) -> bool:
         """Handle what is there or comes in time; False when the worker is to stop."""
         try:
-            handle = self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None)
-            while handle is not None:
-                handle()
-                handle = self._inbox.get_nowait()
+            item = self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None)
+            while item is not None:
+                action, self._came = item
+                action()
+                item = self._inbox.get_nowait()
         except queue.Empty:
             return True
         return False
@@ -381,6 +388,7 @@ class Worker:
         if key_of(entry.header) not in self._sessions:
             self._make_room()
         session = self._sessions.open(entry.header)
+        self._window.gone(key_of(entry.header))  # Another generation: what was before is no trip.
         self._drop_work(
             lambda task: task.session is session and task.entry.header.epoch < session.epoch
         )
@@ -440,7 +448,7 @@ class Worker:
         trace = self.traces.context_of(header) if self.traces else None
         task = work.owner = _Task(entry, key_of(header), session, sink, trace)
         session.works += 1
-        self._window.returned(task.key, time.monotonic())
+        self._window.returned(task.key, arrived)
         self._queued += 1
         self._engine.scheduler.submit(work)
 
@@ -514,11 +522,11 @@ class Worker:
         return Next.NONE if reply.HasField("refused") else self._tier.go_on(work)
 
     def _goes_on(self, work: Work, then: Next) -> bool:
-        if then is Next.LATER:
+        if then in (Next.LATER, Next.LATER_BESIDE):
             self._engine.scheduler.finish(work)
             key: Key = work.owner.key
             self._parked[key] = work
-            self._window.answered(key, time.monotonic())
+            self._window.answered(key, time.monotonic(), beside=then is Next.LATER_BESIDE)
             return True
         return then is Next.NOW and self._engine.scheduler.go_on(work)
 
@@ -528,7 +536,7 @@ class Worker:
         key: Key = work.owner.key
         if self._parked.pop(key, None) is None:
             return
-        self._window.returned(key, time.monotonic())
+        self._window.returned(key, self._came)
         try:
             self._check_fits(work)
         except Refusal as refusal:
@@ -609,7 +617,7 @@ class Worker:
 
     def _forget(self, key: Key) -> None:
         session = self._sessions.close(key)
-        self._window.returned(key, time.monotonic())
+        self._window.gone(key)
         self._tier.forget(key)
         if session:
             self._engine.scheduler.release(session.sequence)

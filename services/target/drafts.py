@@ -13,6 +13,7 @@ from collections.abc import Callable
 from outrider.errors import OutriderError, Unsupported
 from outrider.remote.asking import DraftSession
 from outrider.remote.link import WorkerLink
+from outrider.remote.protocol import devices_of
 from outrider.remote.session import RemoteSession, Routing
 from outrider.rpc.channel import ChannelSecurity
 from outrider.speculation.forecast import Shared
@@ -46,6 +47,9 @@ class DraftPool:
         self._traced = traced
         self.tokenizer = ""
         self.vocab_size = 0
+        self._devices: frozenset[str] = frozenset()
+        self._beside: set[str] = set()
+        """Addresses of drafts that compute on one of the target's devices."""
         self._security = security
         self._loop = asyncio.get_running_loop()
         self._host: Host | None = None
@@ -56,9 +60,13 @@ class DraftPool:
         self._for_worker: list[Callable[[], None]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
-    def serve(self, *, tokenizer: str, vocab_size: int) -> None:
-        """What drafts must fit: the target's tokenizer (fingerprint) and vocabulary."""
+    def serve(
+        self, *, tokenizer: str, vocab_size: int, devices: frozenset[str] = frozenset()
+    ) -> None:
+        """What drafts must fit: the target's tokenizer (fingerprint) and vocabulary; and the
+        devices that it computes on itself."""
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._devices = devices
 
     def attach(self, host: Host) -> None:
         """Whose thread asks."""
@@ -78,6 +86,10 @@ class DraftPool:
             self._sessions.popitem(last=False)
         return session
 
+    def is_beside(self, address: str) -> bool:
+        """Whether a draft computes on a device of the target's, as far as is known."""
+        return address in self._beside
+
     def forget(self, key: Key) -> None:
         """A session is gone; on the worker's thread."""
         self._sessions.pop(key, None)
@@ -91,6 +103,8 @@ class DraftPool:
             info = link.info
             if info is None or info.tokenizer_fingerprint != self.tokenizer:
                 raise Unsupported("draft and target must share a tokenizer")
+            beside = self._devices & devices_of(info)
+            (self._beside.add if beside else self._beside.discard)(address)
             return RemoteSession(
                 link,
                 Fence(header.session_id, header.epoch, header.owner_nonce, header.completion),

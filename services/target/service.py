@@ -147,7 +147,11 @@ def _make_tier(
     telemetry: Telemetry = OFF,
 ) -> Verifier:
     if drafts is not None:
-        drafts.serve(tokenizer=loaded.tokenizer.fingerprint, vocab_size=loaded.vocab_size)
+        drafts.serve(
+            tokenizer=loaded.tokenizer.fingerprint,
+            vocab_size=loaded.vocab_size,
+            devices=frozenset({loaded.device_id, *loaded.other_device_ids}),
+        )
     verifier = Verifier(
         vocab_size=loaded.vocab_size,
         context_length=context_length,

@@ -206,9 +206,12 @@ class Verifier:
             return Next.NONE
         chosen = speculation.choose(log, done.verdict)
         if chosen is None:
-            return Next.LATER
+            return Next.LATER_BESIDE if self._is_beside(speculation) else Next.LATER
         self._next_round(work, chosen.proposal, chosen.report)
         return Next.NOW
+
+    def _is_beside(self, speculation: Speculation) -> bool:
+        return self._drafts is not None and self._drafts.is_beside(speculation.plan.address)
 
     def end(self, work: Work) -> None:
         if work.context.speculation is not None:

@@ -30,6 +30,7 @@ from outrider.speculation.forecast import Shared
 from outrider.types import DraftPlan, GenerationSpec, Proposal, SamplingParams
 from outrider.v1 import worker_pb2
 from outrider.wire import plan_to_proto, report_from_proto
+from outrider.worker.gathering import ReturnWindow
 from outrider.worker.sessions import key_of
 from outrider.worker.worker import Worker, WorkerLimits
 from services.target.drafts import DraftPool
@@ -53,6 +54,7 @@ class Drafts:
         self.cancelled = 0
         self.forgotten = []
         self.usable = True
+        self.beside = False
         self.hold = None
         self.shared = Shared()
         self.spoil = None
@@ -76,6 +78,9 @@ class Drafts:
 
     def seen(self, address):
         return self.shared
+
+    def is_beside(self, address):
+        return self.beside
 
     def forget(self, key):
         self.forgotten.append(key)
@@ -572,6 +577,63 @@ def test_a_plan_is_tuned_under_way(make_rig):
     while 6 not in lengths and time.monotonic() < deadline:
         lengths.add(verdict_of(replies.get(timeout=TIMEOUT_S)).num_proposed)
     assert lengths == {2, 6}
+
+
+def tuned(rig, length):
+    """A plan's length is another one, as of the moment that a round waits for the draft."""
+    entry = rig.owner.entry()
+    entry.tune.num_speculative_tokens = length
+    rig.owner.bench.worker.submit([entry], lambda reply: pytest.fail("tune has no reply"))
+
+
+def waits_for_draft(rig, k):
+    """Ask for rounds of k guesses; the second one waits until `hold` is set. Both queues."""
+    rig.drafts.hold = threading.Event()
+    replies = rig.owner.bench.post(rig.entry(k=k, end_len=len(PROMPT) + 40))
+    first = replies.get(timeout=TIMEOUT_S)
+    assert first.header.more
+    rig.owner.bench.settle()
+    assert len(rig.drafts.asks) == 1
+    return replies, first
+
+
+def test_a_round_that_waits_for_guesses_goes_on_when_none_are_wanted(make_rig):
+    rig = make_rig(draft="target")
+    replies, _ = waits_for_draft(rig, k=4)
+    tuned(rig, 0)
+    reply = replies.get(timeout=TIMEOUT_S)  # The draft has not answered yet.
+    assert reply.verified.num_proposed == 0 and rig.drafts.cancelled == 1
+    report = report_from_proto(reply.verified.draft)
+    assert report.wait_us > 0 and not report.asked
+    rig.drafts.hold.set()
+    rig.read(replies)
+
+
+def test_guesses_that_are_there_are_verified_though_fewer_are_wanted_since(make_rig):
+    rig = make_rig(draft="target")
+    replies, _ = waits_for_draft(rig, k=4)
+    tuned(rig, 1)
+    rig.owner.bench.settle()
+    rig.drafts.hold.set()
+    assert replies.get(timeout=TIMEOUT_S).verified.num_proposed == 4
+    assert replies.get(timeout=TIMEOUT_S).verified.num_proposed == 1
+    rig.read(replies)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_who_drafts_on_the_same_device_is_waited_for_longer(make_rig, monkeypatch, beside):
+    ways = []
+    answered = ReturnWindow.answered
+
+    def note(window, key, now, *, beside=False):
+        ways.append(beside)
+        answered(window, key, now, beside=beside)
+
+    monkeypatch.setattr(ReturnWindow, "answered", note)
+    rig = make_rig(draft="target")
+    rig.drafts.beside = beside
+    rig.run(fan_out=0, rounds=3)
+    assert ways.count(True) == (3 if beside else 0)
 
 
 def test_a_target_may_leave_plain_rounds_to_others(make_rig):

@@ -90,3 +90,46 @@ def test_a_long_pause_is_soon_forgotten():
         window.returned("a", turn + 0.001)
     window.answered("b", 3000.0)
     assert 0 < window.wait_s(3000.0) < 0.02
+
+
+def test_trips_that_no_pass_waited_for_are_learned_too():
+    """Else only the short ones are, and those who come back later are left behind for ever."""
+    window = learned(trip_s=0.001, pass_s=0.02)
+    for turn in range(2000, 2200):
+        window.answered("a", float(turn))
+        window.close()
+        window.returned("a", turn + 0.012)
+    window.answered("b", 3000.0)
+    assert abs(window.wait_s(3000.0) - 0.012) < 1e-4
+
+
+def test_a_session_that_is_gone_is_neither_waited_for_nor_learned_from():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    window.answered("a", 1000.0)
+    window.gone("a")
+    assert window.wait_s(1000.0) == 0.0
+    window.returned("a", 1000.05)
+    window.answered("b", 2000.0)
+    assert abs(window.wait_s(2000.0) - 0.001) < 1e-6
+
+
+def test_who_drafts_on_this_device_is_waited_for_longer():
+    """Two groups that take turns, each drafting while the other is verified, become one."""
+    window = ReturnWindow()
+    for turn in range(200):
+        window.passed(0.010)
+        window.answered("a", float(turn), beside=True)
+        window.close()
+        window.returned("a", turn + 0.013)
+    window.answered("b", 1000.0, beside=True)
+    window.answered("c", 1000.0)
+    assert abs(window.wait_s(1000.0) - 0.013) < 1e-4
+
+
+def test_ways_are_learned_apart():
+    window = learned(trip_s=0.001, pass_s=0.02)
+    for turn in range(2000, 2200):
+        window.answered("a", float(turn), beside=True)
+        window.returned("a", turn + 0.030)
+    window.answered("b", 3000.0)
+    assert abs(window.wait_s(3000.0) - 0.001) < 1e-6

@@ -353,7 +353,7 @@ def test_one_sessions_failing_decision_stays_in_that_session(bench, folder):
 
     bench.worker._tier.advance = broken
     held = threading.Event()
-    bench.worker._inbox.put(lambda: held.wait(10))
+    bench.worker.post(lambda: held.wait(10))
     replies = [bench.post(owner.verify_entry()) for owner in owners]
     held.set()
     results = [reply_of(queue) for queue in replies]

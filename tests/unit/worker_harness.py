@@ -142,7 +142,7 @@ class Bench:
     def settle(self) -> None:
         """Return when everything handed in before has been handled (a pass excepted)."""
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.worker._inbox.put(lambda: done.put(None))
+        self.worker.post(lambda: done.put(None))
         done.get(timeout=TIMEOUT_S)
 
     def session(self, owner: "Owner") -> Session | None:
