@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -29,9 +30,14 @@
 
 #include "cpu_common.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace {
 
-constexpr int64_t kLanes = 32;  // partial sums of a norm
+constexpr int64_t kLanes = 32;     // partial sums of a norm
+constexpr int64_t kNormRows = 64;  // that one thread takes on at least
 constexpr int64_t kTile = 8;    // query rows that share what is loaded of K and V
 constexpr int64_t kWide = 32;   // floats of a row that stay in registers meanwhile
 
@@ -113,18 +119,44 @@ void weigh_block(float* const* weights, const T* values, int64_t head_dim, float
   }
 }
 
+// exp(x) for x <= 0, to about 1e-6 of it, 0 from 2^-127 on; without a branch, so that a loop of them
+// becomes vectors. 2^f by the coefficients of Cephes (S. Moshier, exp2f).
+inline float exp_negative(float x) {
+  const float wanted = x * 1.44269504f;
+  const float y = wanted < -127.f ? -127.f : wanted;
+  const float whole = __builtin_rintf(y), f = y - whole;
+  float p = 1.535336188e-4f;
+  p = p * f + 1.339887440e-3f;
+  p = p * f + 9.618437357e-3f;
+  p = p * f + 5.550332471e-2f;
+  p = p * f + 2.402264791e-1f;
+  p = p * f + 6.931472029e-1f;
+  p = p * f + 1.f;
+  union {
+    int32_t bits;
+    float value;
+  } scale;
+  scale.bits = (static_cast<int32_t>(whole) + 127) << 23;
+  return p * scale.value;
+}
+
 // Turns the first `seen` of `length` scores into exp(score - max), the others into 0; their sum.
 template <int64_t B>
 float exponentiate(float* scores, int64_t seen, int64_t length) {
   std::fill(scores + seen, scores + length, -kInfinity);
-  float best = -kInfinity;
-#pragma omp simd reduction(max : best)
-  for (int64_t t = 0; t < length; ++t) best = std::max(best, scores[t]);
-  float lanes[B] = {};
+  float lanes[B];
+  std::fill(lanes, lanes + B, -kInfinity);
+  for (int64_t b = 0; b < length; b += B) {
+#pragma omp simd
+    for (int64_t t = 0; t < B; ++t)
+      lanes[t] = scores[b + t] > lanes[t] ? scores[b + t] : lanes[t];
+  }
+  const float best = *std::max_element(lanes, lanes + B);
+  std::fill(lanes, lanes + B, 0.f);
   for (int64_t b = 0; b < length; b += B) {
 #pragma omp simd
     for (int64_t t = 0; t < B; ++t) {
-      const float e = std::exp(scores[b + t] - best);
+      const float e = exp_negative(scores[b + t] - best);
       scores[b + t] = e;
       lanes[t] += e;
     }
@@ -152,27 +184,50 @@ void spread(const Sight& sight, int64_t count, float* weights) {
   }
 }
 
+// A tile's rows: where they stand in query and output, and how many places each sees.
+struct Row {
+  int64_t offset, seen;
+  const Sight* sight;
+};
+
+template <int N>
+int64_t find_rows(const Sight* sights, const Task& task, int64_t kv_head, int64_t first,
+                  const Shape& shape, Row* rows) {
+  for (int i = 0; i < N; ++i) {
+    const int64_t row = (first + i) / shape.groups();
+    const int64_t head = kv_head * shape.groups() + (first + i) % shape.groups();
+    rows[i] = {((task.first_row + row) * shape.heads + head) * shape.head_dim,
+               task.start + row + 1, sights ? sights + task.first_row + row : nullptr};
+  }
+  return task.start + (first + N - 1) / shape.groups() + 1;
+}
+
+// Scores of a row become weights; their sum.
+template <int64_t B>
+float weights_of(const Row& row, float* scores, int64_t length) {
+  const int64_t seen = row.sight ? gather(*row.sight, scores) : row.seen;
+  const float sum = exponentiate<B>(scores, seen, length);
+  if (row.sight) spread(*row.sight, seen, scores);
+  return sum;
+}
+
 // Up to kTile query rows of one KV head against their sequence's context; `sights` can be null.
 template <typename T, int64_t B, int N>
 void attend_tile(const T* query, const T* keys, const T* values, const int32_t* table,
                  const Sight* sights, const Task& task, int64_t kv_head, int64_t first,
                  const Shape& shape, float scale, std::vector<float>& scratch, T* output) {
   const int64_t dim = shape.head_dim;
-  const int64_t last_row = (first + N - 1) / shape.groups();
-  const int64_t length = (task.start + last_row + B) / B * B;
+  Row rows[N];
+  const int64_t places = find_rows<N>(sights, task, kv_head, first, shape, rows);
+  const int64_t length = (places + B - 1) / B * B;
   scratch.resize(N * (2 * dim + length));
   float *q[N], *o[N], *scores[N], *at_block[N];
-  int64_t offsets[N], seen[N];
   for (int i = 0; i < N; ++i) {
-    const int64_t row = (first + i) / shape.groups();
-    const int64_t head = kv_head * shape.groups() + (first + i) % shape.groups();
-    offsets[i] = ((task.first_row + row) * shape.heads + head) * dim;
-    seen[i] = task.start + row + 1;
     q[i] = scratch.data() + i * (2 * dim + length);
     o[i] = q[i] + dim;
     scores[i] = o[i] + dim;
     for (int64_t d = 0; d < dim; ++d) {
-      q[i][d] = widen(query[offsets[i] + d]);
+      q[i][d] = widen(query[rows[i].offset + d]);
       o[i][d] = 0.f;
     }
   }
@@ -182,20 +237,116 @@ void attend_tile(const T* query, const T* keys, const T* values, const int32_t* 
     score_block<T, B, N>(q, keys + table[b] * block_size + in_block, dim, scale, at_block);
   }
   float sums[N];
-  for (int i = 0; i < N; ++i) {
-    const Sight* sight = sights ? sights + task.first_row + (first + i) / shape.groups() : nullptr;
-    if (sight) seen[i] = gather(*sight, scores[i]);
-    sums[i] = exponentiate<B>(scores[i], seen[i], length);
-    if (sight) spread(*sight, seen[i], scores[i]);
-  }
+  for (int i = 0; i < N; ++i) sums[i] = weights_of<B>(rows[i], scores[i], length);
   for (int64_t b = 0; b < length / B; ++b) {
     for (int i = 0; i < N; ++i) at_block[i] = scores[i] + b * B;
     weigh_block<T, B, N>(at_block, values + table[b] * block_size + in_block, dim, o);
   }
   for (int i = 0; i < N; ++i)
     for (int64_t d = 0; d < dim; ++d)
-      output[offsets[i] + d] = static_cast<T>(o[i][d] / sums[i]);
+      output[rows[i].offset + d] = narrow<T>(o[i][d] / sums[i]);
 }
+
+#ifdef __AVX512BF16__
+
+// The same for bfloat16 and blocks of 32, by products of pairs: two places of a query and a key at
+// once, two values and their weights (rounded to bfloat16) at once. `head_dim` is a multiple of 32.
+// Interleaving two vectors of 32 leaves the order 0-3, 8-11, ... and 4-7, 12-15, ...: sums stay in
+// it until they are stored.
+constexpr int64_t kPaired = 32;
+
+struct Paired {
+  __m512bh low, high;
+};
+
+inline Paired interleave(const at::BFloat16* first, const at::BFloat16* second) {
+  const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+  return {reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b)),
+          reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b))};
+}
+
+inline __m512bh both(const at::BFloat16* pair) {
+  int32_t bits;
+  std::memcpy(&bits, pair, sizeof bits);
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(bits));
+}
+
+inline void store_in_order(__m512 low, __m512 high, float* to) {
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back =
+      _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, front, high));
+  _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, back, high));
+}
+
+template <int N>
+void attend_paired(const at::BFloat16* query, const at::BFloat16* keys, const at::BFloat16* values,
+                   const int32_t* table, const Sight* sights, const Task& task, int64_t kv_head,
+                   int64_t first, const Shape& shape, float scale, std::vector<float>& scratch,
+                   at::BFloat16* output) {
+  constexpr int64_t B = kPaired;
+  const int64_t dim = shape.head_dim;
+  Row rows[N];
+  const int64_t places = find_rows<N>(sights, task, kv_head, first, shape, rows);
+  const int64_t length = (places + B - 1) / B * B;
+  scratch.resize(N * (length + length / 2));
+  float* scores[N];
+  at::BFloat16* weights[N];
+  for (int i = 0; i < N; ++i) {
+    scores[i] = scratch.data() + i * length;
+    weights[i] = reinterpret_cast<at::BFloat16*>(scratch.data() + N * length) + i * length;
+  }
+  const int64_t block_size = shape.kv_heads * B * dim, in_block = kv_head * B * dim;
+  for (int64_t b = 0; b < length / B; ++b) {
+    const at::BFloat16* key = keys + table[b] * block_size + in_block;
+    __m512 low[N], high[N];
+    for (int i = 0; i < N; ++i) low[i] = high[i] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < dim; d += 2) {
+      const Paired pair = interleave(key + d * B, key + (d + 1) * B);
+      for (int i = 0; i < N; ++i) {
+        const __m512bh x = both(query + rows[i].offset + d);
+        low[i] = _mm512_dpbf16_ps(low[i], pair.low, x);
+        high[i] = _mm512_dpbf16_ps(high[i], pair.high, x);
+      }
+    }
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (int i = 0; i < N; ++i)
+      store_in_order(_mm512_mul_ps(low[i], factor), _mm512_mul_ps(high[i], factor),
+                     scores[i] + b * B);
+  }
+  float sums[N];
+  for (int i = 0; i < N; ++i) {
+    sums[i] = weights_of<B>(rows[i], scores[i], length);
+    for (int64_t t = 0; t < length; ++t) weights[i][t] = narrow<at::BFloat16>(scores[i][t]);
+  }
+  for (int64_t d = 0; d < dim; d += kPaired) {
+    __m512 low[N], high[N];
+    for (int i = 0; i < N; ++i) low[i] = high[i] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < length / B; ++b) {
+      const at::BFloat16* value = values + table[b] * block_size + in_block + d;
+      for (int64_t t = 0; t < B; t += 2) {
+        const Paired pair = interleave(value + t * dim, value + (t + 1) * dim);
+        for (int i = 0; i < N; ++i) {
+          const __m512bh weight = both(weights[i] + b * B + t);
+          low[i] = _mm512_dpbf16_ps(low[i], pair.low, weight);
+          high[i] = _mm512_dpbf16_ps(high[i], pair.high, weight);
+        }
+      }
+    }
+    for (int i = 0; i < N; ++i) {
+      float part[kPaired];
+      store_in_order(low[i], high[i], part);
+      for (int64_t j = 0; j < kPaired; ++j)
+        output[rows[i].offset + d + j] = narrow<at::BFloat16>(part[j] / sums[i]);
+    }
+  }
+}
+
+#endif
+
+// How many rows of a tile, at compile time.
+template <int N>
+using Rows = std::integral_constant<int, N>;
 
 template <typename T, int64_t B>
 void attend(const T* query, const T* keys, const T* values, const int32_t* table,
@@ -204,21 +355,29 @@ void attend(const T* query, const T* keys, const T* values, const int32_t* table
   std::vector<float> scratch;
   const int64_t count = task.num_rows * shape.groups();
   int64_t first = 0;
-  for (; first + kTile <= count; first += kTile)
-    attend_tile<T, B, kTile>(query, keys, values, table, sights, task, kv_head, first, shape, scale,
-                             scratch, output);
-  const auto rest = [&](auto rows) {
-    attend_tile<T, B, decltype(rows)::value>(query, keys, values, table, sights, task, kv_head,
-                                             first, shape, scale, scratch, output);
+  const auto next = [&](auto rows) {
+    constexpr int N = decltype(rows)::value;
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<T, at::BFloat16> && B == kPaired) {
+      if (shape.head_dim % kPaired == 0) {
+        attend_paired<N>(query, keys, values, table, sights, task, kv_head, first, shape, scale,
+                         scratch, output);
+        return;
+      }
+    }
+#endif
+    attend_tile<T, B, N>(query, keys, values, table, sights, task, kv_head, first, shape, scale,
+                         scratch, output);
   };
+  for (; first + kTile <= count; first += kTile) next(Rows<kTile>());
   switch (count - first) {
-    case 7: rest(std::integral_constant<int, 7>()); break;
-    case 6: rest(std::integral_constant<int, 6>()); break;
-    case 5: rest(std::integral_constant<int, 5>()); break;
-    case 4: rest(std::integral_constant<int, 4>()); break;
-    case 3: rest(std::integral_constant<int, 3>()); break;
-    case 2: rest(std::integral_constant<int, 2>()); break;
-    case 1: rest(std::integral_constant<int, 1>()); break;
+    case 7: next(Rows<7>()); break;
+    case 6: next(Rows<6>()); break;
+    case 5: next(Rows<5>()); break;
+    case 4: next(Rows<4>()); break;
+    case 3: next(Rows<3>()); break;
+    case 2: next(Rows<2>()); break;
+    case 1: next(Rows<1>()); break;
     default: break;
   }
 }
@@ -292,9 +451,11 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 }
 
 template <typename T>
-void norm_rows(const T* input, const T* weight, T* output, int64_t rows, int64_t width,
-               float epsilon) {
-  for (int64_t r = 0; r < rows; ++r, input += width, output += width) {
+void norm_rows(const T* inputs, const T* weight, T* outputs, int64_t begin, int64_t end,
+               int64_t width, float epsilon) {
+  for (int64_t r = begin; r < end; ++r) {
+    const T* input = inputs + r * width;
+    T* output = outputs + r * width;
     float lanes[kLanes] = {};
     const int64_t whole = width / kLanes * kLanes;
     for (int64_t b = 0; b < whole; b += kLanes) {
@@ -310,7 +471,7 @@ void norm_rows(const T* input, const T* weight, T* output, int64_t rows, int64_t
     const float scale = 1.f / std::sqrt(sum / static_cast<float>(width) + epsilon);
 #pragma omp simd
     for (int64_t d = 0; d < width; ++d)
-      output[d] = static_cast<T>(widen(weight[d]) * widen(static_cast<T>(widen(input[d]) * scale)));
+      output[d] = narrow<T>(widen(weight[d]) * widen(narrow<T>(widen(input[d]) * scale)));
   }
 }
 
@@ -320,14 +481,17 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
   at::Tensor to = at::empty_like(from);
   const int64_t width = from.size(-1), rows = from.numel() / width;
   const float eps = static_cast<float>(epsilon);
-  if (from.scalar_type() == at::kBFloat16) {
-    norm_rows(from.data_ptr<at::BFloat16>(), weight.data_ptr<at::BFloat16>(),
-              to.data_ptr<at::BFloat16>(), rows, width, eps);
-  } else {
-    TORCH_CHECK(from.scalar_type() == at::kFloat, "float32 or bfloat16 is needed");
-    norm_rows(from.data_ptr<float>(), weight.data_ptr<float>(), to.data_ptr<float>(), rows, width,
-              eps);
-  }
+  const bool is_bf16 = from.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(is_bf16 || from.scalar_type() == at::kFloat, "float32 or bfloat16 is needed");
+  at::parallel_for(0, rows, kNormRows, [&](int64_t begin, int64_t end) {
+    if (is_bf16) {
+      norm_rows(from.data_ptr<at::BFloat16>(), weight.data_ptr<at::BFloat16>(),
+                to.data_ptr<at::BFloat16>(), begin, end, width, eps);
+    } else {
+      norm_rows(from.data_ptr<float>(), weight.data_ptr<float>(), to.data_ptr<float>(), begin, end,
+                width, eps);
+    }
+  });
   return to;
 }
 
