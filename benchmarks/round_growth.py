@@ -146,6 +146,9 @@ class OwnDrafts:
     def seen(self, _: str) -> Shared:
         return Shared()
 
+    def is_beside(self, _: str) -> bool:
+        return False
+
     def forget(self, _: Any) -> None: ...
 
     def cancel(self) -> None: ...

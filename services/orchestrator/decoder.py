@@ -38,9 +38,8 @@ from services.orchestrator.stopping import OutputStream, Released
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROUNDS = 512
-"""Rounds that a target is asked to go on with at once: where many sessions decode, asking for more
-costs all of them a pass and a half."""
+_MAX_ROUNDS = 64
+"""Rounds that a target is asked to go on with at once."""
 
 _STEPS_TO_SEND = 2
 """Turns of the event loop until a new round's entry is with gRPC: the round's, the link's."""
