@@ -146,8 +146,8 @@ class _Follower:
         """Watch until the server ends it."""
         self._counters["watches"] += 1
         for event in self._api.watch(self._version):
+            self._counters["events"] += 1  # First: who is told of it may look at once.
             self._apply(event)
-            self._counters["events"] += 1
             self._attempt = 0
             self._succeeded()
 
