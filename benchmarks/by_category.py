@@ -1,6 +1,6 @@
 """The controller beside every fixed length on a running stack, category by category.
 
-    python benchmarks/by_category.py    # the demo pair, this CPU: about 25 minutes
+    python benchmarks/by_category.py    # the demo pair, this CPU: about 18 minutes
     python benchmarks/by_category.py --prompts 1 --long 1 --lengths 0,2 --max-tokens 24    # a try
 
 Each prompt of Spec-Bench is answered by every fixed k and by the controller in turn, twice, the
@@ -72,20 +72,18 @@ class Measured:
     def add(self, system: System, done: Sequence[Completion]) -> None:
         self.answers.setdefault(system.name, []).append(list(done))
 
-    def speed(self, name: str, repeat: int | None = None) -> float:
-        """Tokens after the first over the time after it; of all prompts together."""
+    def speed(
+        self, name: str, repeat: int | None = None, round_s: dict[int, float] | None = None
+    ) -> float:
+        """Tokens after the first over the time after it, of all prompts together; with `round_s`
+        a round of each length takes so long."""
         tokens = seconds = 0.0
         for done in self._of(name, repeat):
             tokens += len(done.token_ids) - 1
-            seconds += (done.last_token_s or 0.0) - (done.ttft_s or 0.0)
-        return tokens / seconds if seconds else 0.0
-
-    def even_speed(self, name: str, round_s: dict[int, float]) -> float:
-        """The same where a round of each length takes so long."""
-        tokens = seconds = 0.0
-        for done in self._of(name, None):
-            tokens += len(done.token_ids) - 1
-            seconds += sum(round_s[told.proposed] for told in done.rounds[1:])
+            if round_s is None:
+                seconds += (done.last_token_s or 0.0) - (done.ttft_s or 0.0)
+            else:
+                seconds += sum(round_s[told.proposed] for told in done.rounds[1:])
         return tokens / seconds if seconds else 0.0
 
     @property
@@ -106,24 +104,24 @@ class Measured:
 
     def even_ratio(self, round_s: dict[int, float]) -> tuple[float, str]:
         """Over the best fixed k, and which that is."""
-        speeds = {name: self.even_speed(name, round_s) for name in self.answers}
+        speeds = {name: self.speed(name, round_s=round_s) for name in self.answers}
         best = max(self.fixed, key=lambda name: speeds[name])
         return speeds[OURS] / speeds[best], best
 
     @property
     def num_differing(self) -> int:
         """Answers that are not those of the first system."""
-        first, *others = [list(chain.from_iterable(done)) for done in self.answers.values()]
+        first, *others = [list(self._of(name)) for name in self.answers]
         pairs = chain.from_iterable(zip(first, other, strict=True) for other in others)
         return sum(a.token_ids != b.token_ids for a, b in pairs)
 
     def rounds(self) -> Iterable[RoundReport]:
         """All but those of prompts."""
-        for answers in self.answers.values():
-            for done in chain.from_iterable(answers):
+        for name in self.answers:
+            for done in self._of(name):
                 yield from done.rounds[1:]
 
-    def _of(self, name: str, repeat: int | None) -> Iterable[Completion]:
+    def _of(self, name: str, repeat: int | None = None) -> Iterable[Completion]:
         answers = self.answers[name]
         return chain.from_iterable(answers[repeat::REPEATS] if repeat is not None else answers)
 
@@ -189,15 +187,14 @@ async def main() -> int:
             await conversations(run)
     found, round_s = run.found, average_rounds(run.found.values())
     print("a round, ms: " + ", ".join(f"k={k} {1e3 * round_s[k]:.1f}" for k in sorted(round_s)))
-    for name, one in found.items():
-        ratio, best = one.even_ratio(round_s)
+    even = {name: one.even_ratio(round_s) for name, one in found.items()}
+    for name, (ratio, best) in even.items():
         print(f"{name}: with rounds at their averages {ratio:.3f} of {best}")
     if args.json:
         args.json.write_text(
-            json.dumps({name: report(one, round_s) for name, one in found.items()})
+            json.dumps({name: report(one, even[name][0]) for name, one in found.items()})
         )
-    even = {name: one.even_ratio(round_s)[0] for name, one in found.items()}
-    failures = [f"{name}: {ratio:.3f}" for name, ratio in even.items() if ratio < BAR]
+    failures = [f"{name}: {ratio:.3f}" for name, (ratio, _) in even.items() if ratio < BAR]
     failures += [
         f"{name}: {one.num_differing} answers differ by system"
         for name, one in found.items()
@@ -205,8 +202,11 @@ async def main() -> int:
     ]
     for failure in failures:
         print(f"FAILED: {failure}")
-    as_timed = [one.ratio for one in found.values()]
-    for how, ratios in ("as timed", as_timed), ("rounds at their averages", [*even.values()]):
+    as_timed, averaged = (
+        [one.ratio for one in found.values()],
+        [ratio for ratio, _ in even.values()],
+    )
+    for how, ratios in ("as timed", as_timed), ("rounds at their averages", averaged):
         print(
             f"controller over the best fixed k, {how}: {min(ratios):.3f} at least, "
             f"{statistics.mean(ratios):.3f} on average"
@@ -291,12 +291,12 @@ def quarters(measured: Measured) -> str:
     return f"{name} accepts {', '.join(f'{share:.2f}' for share in shares)} by quarters"
 
 
-def report(measured: Measured, round_s: dict[int, float]) -> dict[str, Any]:
+def report(measured: Measured, even_ratio: float) -> dict[str, Any]:
     return {
         "speeds": {name: measured.speed(name) for name in measured.answers},
         "best": measured.best(),
         "ratio": measured.ratio,
-        "even_ratio": measured.even_ratio(round_s),
+        "even_ratio": even_ratio,
         "rounds": {
             name: [
                 [(told.proposed, told.accepted, told.round_us) for told in done.rounds]

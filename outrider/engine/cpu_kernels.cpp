@@ -119,27 +119,6 @@ void weigh_block(float* const* weights, const T* values, int64_t head_dim, float
   }
 }
 
-// exp(x) for x <= 0, to about 1e-6 of it, 0 from 2^-127 on; without a branch, so that a loop of them
-// becomes vectors. 2^f by the coefficients of Cephes (S. Moshier, exp2f).
-inline float exp_negative(float x) {
-  const float wanted = x * 1.44269504f;
-  const float y = wanted < -127.f ? -127.f : wanted;
-  const float whole = __builtin_rintf(y), f = y - whole;
-  float p = 1.535336188e-4f;
-  p = p * f + 1.339887440e-3f;
-  p = p * f + 9.618437357e-3f;
-  p = p * f + 5.550332471e-2f;
-  p = p * f + 2.402264791e-1f;
-  p = p * f + 6.931472029e-1f;
-  p = p * f + 1.f;
-  union {
-    int32_t bits;
-    float value;
-  } scale;
-  scale.bits = (static_cast<int32_t>(whole) + 127) << 23;
-  return p * scale.value;
-}
-
 // Turns the first `seen` of `length` scores into exp(score - max), the others into 0; their sum.
 template <int64_t B>
 float exponentiate(float* scores, int64_t seen, int64_t length) {
@@ -161,6 +140,7 @@ float exponentiate(float* scores, int64_t seen, int64_t length) {
       lanes[t] += e;
     }
   }
+  std::fill(scores + seen, scores + length, 0.f);  // In `lanes` they were too small to count.
   float sum = 0.f;
   for (int64_t t = 0; t < B; ++t) sum += lanes[t];
   return sum;

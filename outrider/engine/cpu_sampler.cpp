@@ -112,27 +112,9 @@ __attribute__((noinline)) void scale(Row& row, float factor) {
   }
 }
 
-// exp of what is at most 0; below the range of normal numbers it is their lowest. The polynomial is
-// Cephes' for 2^f, |f| <= 1/2 (Moshier). The relative error, 1e-7 near 0 and 1e-6 at -20, is that
-// which log probs have by their own rounding.
 __attribute__((noinline)) void take_exp(const Span& span, Span& exps) {
 #pragma omp simd
-  for (int64_t t = 0; t < kSpan; ++t) {
-    const float log2 = (span.of[t] > -87.f ? span.of[t] : -87.f) * 1.44269504f;
-    const int32_t whole = static_cast<int32_t>(log2 - 0.5f);
-    const float f = log2 - static_cast<float>(whole);
-    float power = 1.535336188319500e-4f;
-    power = power * f + 1.339887440266574e-3f;
-    power = power * f + 9.618437357674640e-3f;
-    power = power * f + 5.550332471162809e-2f;
-    power = power * f + 2.402264791363012e-1f;
-    power = power * f + 6.931472028550421e-1f;
-    power = power * f + 1.f;
-    int32_t bits;
-    std::memcpy(&bits, &power, sizeof bits);
-    bits += whole * (1 << 23);
-    std::memcpy(&exps.of[t], &bits, sizeof bits);
-  }
+  for (int64_t t = 0; t < kSpan; ++t) exps.of[t] = exp_negative(span.of[t]);
 }
 
 // log(sum of exp); the highest value is 0.

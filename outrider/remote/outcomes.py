@@ -140,8 +140,7 @@ class Speculation:
         )
         if not self.speculates and self._open is not None:
             missed = self._missed
-            self.draft.cancel()
-            self._asked = self._open = self._missed = None
+            self._give_up()
             hit = None if missed is None else False
             report = DraftReport(wait_us=self._waited_us(), hit=hit, prepared=missed or 0)
             self.resume(Chosen(report=report))
@@ -196,6 +195,10 @@ class Speculation:
 
     def end(self) -> None:
         """No further round comes."""
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Want no answer."""
         if self._asked is not None and self._asked.answer is None:
             self.draft.cancel()
         self._asked = self._open = self._missed = None

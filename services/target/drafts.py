@@ -103,8 +103,9 @@ class DraftPool:
             info = link.info
             if info is None or info.tokenizer_fingerprint != self.tokenizer:
                 raise Unsupported("draft and target must share a tokenizer")
-            beside = self._devices & devices_of(info)
-            (self._beside.add if beside else self._beside.discard)(address)
+            self._beside.discard(address)
+            if self._devices & devices_of(info):
+                self._beside.add(address)
             return RemoteSession(
                 link,
                 Fence(header.session_id, header.epoch, header.owner_nonce, header.completion),
@@ -166,7 +167,8 @@ class DraftPool:
             self._links[address].start()
         self._links.move_to_end(address)
         if len(self._links) > _MAX_LINKS:
-            _, unused = self._links.popitem(last=False)
+            oldest, unused = self._links.popitem(last=False)
+            self._beside.discard(oldest)
             self._closing.add(asyncio.create_task(unused.close()))
         return self._links[address]
 

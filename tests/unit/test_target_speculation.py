@@ -565,13 +565,18 @@ def test_one_waiting_session_does_not_stop_another(make_rig):
     assert waiting.get(timeout=TIMEOUT_S).HasField("verified")
 
 
+def tune(rig, length):
+    """The length of the plan under way becomes another one."""
+    entry = rig.owner.entry()
+    entry.tune.num_speculative_tokens = length
+    rig.owner.bench.worker.submit([entry], lambda reply: pytest.fail("tune has no reply"))
+
+
 def test_a_plan_is_tuned_under_way(make_rig):
     rig = make_rig(draft="target")
     replies = rig.owner.bench.post(rig.entry(k=2, end_len=len(PROMPT) + 200))
     replies.get(timeout=TIMEOUT_S)
-    entry = rig.owner.entry()
-    entry.tune.num_speculative_tokens = 6
-    rig.owner.bench.worker.submit([entry], lambda reply: pytest.fail("tune has no reply"))
+    tune(rig, 6)
     deadline = time.monotonic() + TIMEOUT_S
     lengths = set()
     while 6 not in lengths and time.monotonic() < deadline:
@@ -579,28 +584,20 @@ def test_a_plan_is_tuned_under_way(make_rig):
     assert lengths == {2, 6}
 
 
-def tuned(rig, length):
-    """A plan's length is another one, as of the moment that a round waits for the draft."""
-    entry = rig.owner.entry()
-    entry.tune.num_speculative_tokens = length
-    rig.owner.bench.worker.submit([entry], lambda reply: pytest.fail("tune has no reply"))
-
-
 def waits_for_draft(rig, k):
-    """Ask for rounds of k guesses; the second one waits until `hold` is set. Both queues."""
+    """Ask for rounds of k guesses; the second one waits until `hold` is set. Replies from there."""
     rig.drafts.hold = threading.Event()
     replies = rig.owner.bench.post(rig.entry(k=k, end_len=len(PROMPT) + 40))
-    first = replies.get(timeout=TIMEOUT_S)
-    assert first.header.more
+    assert replies.get(timeout=TIMEOUT_S).header.more
     rig.owner.bench.settle()
     assert len(rig.drafts.asks) == 1
-    return replies, first
+    return replies
 
 
 def test_a_round_that_waits_for_guesses_goes_on_when_none_are_wanted(make_rig):
     rig = make_rig(draft="target")
-    replies, _ = waits_for_draft(rig, k=4)
-    tuned(rig, 0)
+    replies = waits_for_draft(rig, k=4)
+    tune(rig, 0)
     reply = replies.get(timeout=TIMEOUT_S)  # The draft has not answered yet.
     assert reply.verified.num_proposed == 0 and rig.drafts.cancelled == 1
     report = report_from_proto(reply.verified.draft)
@@ -611,8 +608,8 @@ def test_a_round_that_waits_for_guesses_goes_on_when_none_are_wanted(make_rig):
 
 def test_guesses_that_are_there_are_verified_though_fewer_are_wanted_since(make_rig):
     rig = make_rig(draft="target")
-    replies, _ = waits_for_draft(rig, k=4)
-    tuned(rig, 1)
+    replies = waits_for_draft(rig, k=4)
+    tune(rig, 1)
     rig.owner.bench.settle()
     rig.drafts.hold.set()
     assert replies.get(timeout=TIMEOUT_S).verified.num_proposed == 4
@@ -642,9 +639,7 @@ def test_a_target_may_leave_plain_rounds_to_others(make_rig):
     rig.verifier._plain_by_plan = False
     replies = rig.owner.bench.post(rig.entry(k=2, end_len=len(PROMPT) + 200))
     replies.get(timeout=TIMEOUT_S)
-    entry = rig.owner.entry()
-    entry.tune.num_speculative_tokens = 0
-    rig.owner.bench.worker.submit([entry], lambda reply: pytest.fail("tune has no reply"))
+    tune(rig, 0)
     reply = rig.read(replies)
     assert not reply.header.more and len(rig.verdicts) < 60
     assert rig.verdicts[-1].num_proposed in (0, 2)

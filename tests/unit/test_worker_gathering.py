@@ -1,14 +1,24 @@
 """When a pass waits for sessions that have just been answered."""
 
-from outrider.worker.gathering import ReturnWindow
+from outrider.worker.gathering import DEFAULT_MAX_PASSES, ReturnWindow
 
 
-def learned(*, trip_s: float, pass_s: float) -> ReturnWindow:
-    """A window that has seen many trips and passes of these lengths."""
-    window = ReturnWindow()
+def learned(
+    *,
+    trip_s: float,
+    pass_s: float,
+    max_passes: float = DEFAULT_MAX_PASSES,
+    beside: bool = False,
+    left_behind: bool = False,
+) -> ReturnWindow:
+    """A window that has seen many trips and passes of these lengths; `left_behind`: a pass began
+    during each trip."""
+    window = ReturnWindow(max_passes)
     for turn in range(200):
         window.passed(pass_s)
-        window.answered("a", float(turn))
+        window.answered("a", float(turn), beside=beside)
+        if left_behind:
+            window.close()
         window.returned("a", turn + trip_s)
     return window
 
@@ -55,11 +65,7 @@ def test_a_trip_that_is_long_beside_a_pass_is_waited_for_only_when_it_is_nearly_
 
 
 def test_more_patience_waits_for_longer_trips():
-    window = ReturnWindow(4.0)
-    for turn in range(200):
-        window.passed(0.007)
-        window.answered("a", float(turn))
-        window.returned("a", turn + 0.010)
+    window = learned(trip_s=0.010, pass_s=0.007, max_passes=4.0)
     window.answered("b", 1000.0)
     assert abs(window.wait_s(1000.0) - 0.010) < 1e-4
 
@@ -94,11 +100,7 @@ def test_a_long_pause_is_soon_forgotten():
 
 def test_trips_that_no_pass_waited_for_are_learned_too():
     """Else only the short ones are, and those who come back later are left behind for ever."""
-    window = learned(trip_s=0.001, pass_s=0.02)
-    for turn in range(2000, 2200):
-        window.answered("a", float(turn))
-        window.close()
-        window.returned("a", turn + 0.012)
+    window = learned(trip_s=0.012, pass_s=0.02, left_behind=True)
     window.answered("b", 3000.0)
     assert abs(window.wait_s(3000.0) - 0.012) < 1e-4
 
@@ -115,12 +117,7 @@ def test_a_session_that_is_gone_is_neither_waited_for_nor_learned_from():
 
 def test_who_drafts_on_this_device_is_waited_for_longer():
     """Two groups that take turns, each drafting while the other is verified, become one."""
-    window = ReturnWindow()
-    for turn in range(200):
-        window.passed(0.010)
-        window.answered("a", float(turn), beside=True)
-        window.close()
-        window.returned("a", turn + 0.013)
+    window = learned(trip_s=0.013, pass_s=0.010, beside=True, left_behind=True)
     window.answered("b", 1000.0, beside=True)
     window.answered("c", 1000.0)
     assert abs(window.wait_s(1000.0) - 0.013) < 1e-4
