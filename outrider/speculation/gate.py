@@ -106,6 +106,8 @@ class _Finding:
     check_after: float = _SOON
     wait: float = _FIRST_WAIT
     rounds: float = 0.0
+    is_found: bool = False
+    """By a measurement at this load; else presumed."""
 
 
 @dataclass(slots=True)
@@ -265,6 +267,7 @@ class Gate:
         self.phase = phase
         self._now.rounds = 0.0
         self._now.closed = phase in (Phase.CLOSED, Phase.TRIAL)
+        self._now.is_found = self._now.is_found or phase is not Phase.TRIAL
         self._left_out = _SETTLING_ROUNDS
         if phase is Phase.CHECK:
             self._plain = _Made()
@@ -304,10 +307,11 @@ class Gate:
         self._left_out = self._now.rounds + _SETTLING_ROUNDS
 
     def _presumed(self) -> _Finding:
-        """Of a load that was not seen yet: as with the next smaller one that was, but soon seen.
+        """Of a load that was not seen yet: as with the next smaller one of which something was
+        found, but soon seen.
 
-        Where none was, plain decoding is measured first.
+        Where there is none, plain decoding is measured first.
         """
-        known = [load for load in self._findings if 0 < load < self._load]
+        known = [n for n, one in self._findings.items() if 0 < n < self._load and one.is_found]
         closed = self._findings[max(known)].closed if known else True
         return _Finding(closed, wait=_FIRST_WAIT if known else _SOON)

@@ -75,6 +75,21 @@ def test_a_few_that_guess_do_not_hold_up_the_others():
     assert crowd.share(Phase.CLOSED, 900) > 0.95
 
 
+def test_a_load_that_was_passed_through_says_nothing_of_the_next():
+    """Sessions come one after the other: nobody has found anything with the first few."""
+    gate = Gate()
+    Crowd(gate, 2, gain=1.5).rounds(5)
+    crowd = Crowd(gate, 4, gain=1.5).rounds(40)
+    assert Phase.TRIAL in crowd.log
+
+
+def test_what_was_found_with_fewer_is_presumed_of_more():
+    gate = Gate()
+    assert Crowd(gate, 2, gain=0.85).rounds(100).log[-1] is Phase.CLOSED
+    crowd = Crowd(gate, 4, gain=1.5).rounds(40)
+    assert Phase.TRIAL not in crowd.log
+
+
 def test_each_load_is_remembered():
     """A burst of sessions does not begin with trials that failed a moment ago."""
     crowd = Crowd(Gate(), 8, gain=0.8).rounds(500)
