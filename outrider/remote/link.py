@@ -16,6 +16,7 @@ from outrider.remote.closes import Closes, ReplyKey, key_of
 from outrider.remote.protocol import check_protocol
 from outrider.remote.replies import Replies
 from outrider.remote.silence import Silence
+from outrider.remote.timeouts import Timeouts
 from outrider.rpc.channel import ChannelSecurity, open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.trips import measure
@@ -96,6 +97,8 @@ class WorkerLink:
         self._closing = False
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self.timeouts = Timeouts()
+        """Of who waits for replies."""
 
     @property
     def up(self) -> bool:
@@ -155,7 +158,7 @@ class WorkerLink:
         if not self.up:
             raise Unavailable(f"the {self.tier} at {self.address} is away")
         key = key_of(entry.header)
-        replies = Replies(lambda: self._waiting.pop(key, None))
+        replies = Replies(lambda: self._waiting.pop(key, None), self.timeouts)
         self._waiting[key] = replies
         self.counters.entries += 1
         self._outbox.put_nowait(entry)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from outrider.errors import OutriderError, Unavailable
+from outrider.remote.timeouts import Timeouts
 from outrider.v1 import worker_pb2
 
 Listener = Callable[["worker_pb2.Reply | OutriderError"], None]
@@ -13,8 +14,9 @@ Listener = Callable[["worker_pb2.Reply | OutriderError"], None]
 class Replies:
     """The replies to one entry, in order; one reader, or one listener."""
 
-    def __init__(self, forget: Callable[[], object]) -> None:
+    def __init__(self, forget: Callable[[], object], timeouts: Timeouts) -> None:
         self._forget = forget
+        self._timeouts = timeouts
         self._listener: Listener | None = None
         self._arrived: deque[worker_pb2.Reply] = deque()
         self._error: OutriderError | None = None
@@ -60,13 +62,12 @@ class Replies:
     async def _wait(self, timeout_s: float) -> None:
         if self._error:
             return
-        loop = asyncio.get_running_loop()
-        self._reader = loop.create_future()
-        timer = loop.call_later(timeout_s, _expire, self._reader)
+        reader = self._reader = asyncio.get_running_loop().create_future()
+        timeout = self._timeouts.start(timeout_s, lambda: _expire(reader))
         try:
-            await self._reader
+            await reader
         finally:
-            timer.cancel()
+            timeout.cancel()
 
     def _wake(self) -> None:
         if self._reader and not self._reader.done():

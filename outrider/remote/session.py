@@ -1,6 +1,5 @@
 """One session on one worker: opened when needed, given the tokens it lacks, fenced throughout."""
 
-import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from outrider import errors
 from outrider.remote.link import WorkerLink
 from outrider.remote.replies import Replies
+from outrider.remote.timeouts import Timeout
 from outrider.token_log import TokenLog
 from outrider.types import Fence, GenerationSpec
 from outrider.v1 import worker_pb2
@@ -104,7 +104,7 @@ class RemoteSession:
         self._numbers = numbers or itertools.count(1)
         self._more: Replies | None = None
         """Where further replies to the last entry come in, if it asked for several."""
-        self._started: tuple[Replies, asyncio.TimerHandle] | None = None
+        self._started: tuple[Replies, Timeout] | None = None
         """Where the reply to the entry that was started comes in, and what ends the wait."""
         self._incarnation = 0
         self._asked = 0
@@ -174,8 +174,7 @@ class RemoteSession:
             on_end(self._too_late())
 
         replies.listen(end)
-        timer = asyncio.get_running_loop().call_later(timeout_s, expire)
-        self._started = replies, timer
+        self._started = replies, self.link.timeouts.start(timeout_s, expire)
         return True
 
     def stop(self) -> None:
@@ -186,10 +185,10 @@ class RemoteSession:
     def _drop_started(self) -> bool:
         if self._started is None:
             return False
-        replies, timer = self._started
+        replies, timeout = self._started
         self._started = None
         replies.close()
-        timer.cancel()
+        timeout.cancel()
         return True
 
     def _too_late(self) -> errors.DeadlineExceeded:

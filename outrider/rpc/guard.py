@@ -82,9 +82,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 self._served(method, request, context) as call,
                 contextlib.aclosing(inner(request, context)) as responses,
             ):
+                first = True
                 async for response in responses:
-                    if not call.session_id:
+                    if first:
                         call.saw(response)
+                        first = False
                     yield response
 
         return behaviour

@@ -212,7 +212,9 @@ class Gate:
             still = self._moves < _STILL
             due = now.check_after + (0 if still else _LONGEST_CLIMB)
             fell = now.rounds >= _SOON and self._measured() < _FELL_TO * now.gain
-            if now.rounds >= due or fell:
+            # What was made at another load has been forgotten: there is nothing to compare yet.
+            compares = self._guessing.rounds >= _CHECK_ROUNDS * self._num_sessions
+            if compares and (now.rounds >= due or fell):
                 self._enter(Phase.CHECK if guessing >= _FEW else Phase.CLOSED)
         elif self.phase is Phase.CHECK:
             if measured >= _CHECK_ROUNDS or now.rounds >= _LONGEST_CHECK:
@@ -234,7 +236,9 @@ class Gate:
                 self._let_in(2 * self._places)
 
     def _measured(self) -> float:
-        return self._guessing.per_s / self._plain.per_s if self._plain.per_s else 1.0
+        """What guessing makes over plain decoding; 1 before both have been measured."""
+        guessing, plain = self._guessing.per_s, self._plain.per_s
+        return guessing / plain if guessing and plain else 1.0
 
     def _checked(self) -> None:
         """Half of the gain is that of the checks before, if there were any and it held."""
@@ -307,11 +311,16 @@ class Gate:
         self._left_out = self._now.rounds + _SETTLING_ROUNDS
 
     def _presumed(self) -> _Finding:
-        """Of a load that was not seen yet: as with the next smaller one of which something was
-        found, but soon seen.
+        """Of a load that was not seen yet. Guessing pays the less the more sessions share a pass:
+        where it pays with more it does here, and where it does not with fewer it does not here.
+        Where it pays with a few less it may, which is soon seen.
 
-        Where there is none, plain decoding is measured first.
+        Where nothing says so, plain decoding is measured first, and guessing tried soon.
         """
-        known = [n for n, one in self._findings.items() if 0 < n < self._load and one.is_found]
-        closed = self._findings[max(known)].closed if known else True
-        return _Finding(closed, wait=_FIRST_WAIT if known else _SOON)
+        found = {load: one for load, one in self._findings.items() if load and one.is_found}
+        fewer = [load for load in found if load < self._load]
+        if any(load > self._load and not one.closed for load, one in found.items()):
+            return _Finding(closed=False)
+        if fewer and found[max(fewer)].closed:
+            return _Finding(closed=True)
+        return _Finding(closed=not fewer or max(fewer) < self._load - 1, wait=_SOON)

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 ReplySink = Callable[[worker_pb2.Reply], None]
 
+Made = Callable[[], worker_pb2.Reply]
+"""Makes the reply (without its header) of a round that is over, whatever its work has become."""
+
 _SILENT = ("cancel", "tune")
 """What has no reply of its own."""
 _IDLE_CHECK_S = 1.0
@@ -63,6 +66,9 @@ class Next(enum.Enum):
     """It gets its next round by `Host.resume`."""
     LATER_BESIDE = enum.auto()
     """The same; who is waited for computes on this device."""
+
+
+_LATER = (Next.LATER, Next.LATER_BESIDE)
 
 
 class Host(Protocol):
@@ -100,9 +106,9 @@ class Tier(Protocol):
         """The work for an entry, its `context` the tier's own. Raises Refusal or
         OutriderError when the entry is not for this tier or out of range."""
 
-    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
-        """The reply (without its header) of each work, from what was drawn for it and its logits
-        [num_logits, vocab]."""
+    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[Made]:
+        """Bring each work to its result, from what was drawn for it and its logits
+        [num_logits, vocab]. What is asked of others comes before the replies."""
 
     def go_on(self, work: Work) -> Next:
         """Make a work that has just been answered the next one that its entry asks for."""
@@ -497,12 +503,15 @@ class Worker:
             self._finish(work, reply)
         if not result.ready:
             return
-        replies = self._advance(result.ready)
+        rounds = self._advance(result.ready)
         works = [work for work, _ in result.ready]
-        # First all that others are asked, which is waited for, and leaves together: whoever sends
-        # replies gets the interpreter with the first of them.
-        fates = [self._fate(work, reply) for work, reply in zip(works, replies, strict=True)]
-        for work, reply, then in zip(works, replies, fates, strict=True):
+        # First all that others are asked, which is waited for: it leaves together, before replies
+        # are made.
+        fates = [self._fate(work, done) for work, done in zip(works, rounds, strict=True)]
+        if all(then in _LATER for then in fates):
+            time.sleep(_LET_GO_S)
+        for work, done, then in zip(works, rounds, fates, strict=True):
+            reply = done if isinstance(done, worker_pb2.Reply) else done()
             if self._goes_on(work, then):
                 reply.header.more = True
                 _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)
@@ -516,13 +525,11 @@ class Worker:
         if self.traces is not None and task.trace is not None:
             self.traces.tell(task.trace, work, reply)
 
-    def _fate(self, work: Work, reply: worker_pb2.Reply) -> Next:
-        if work.owner.trace is not None:
-            self._trace(work, reply)
-        return Next.NONE if reply.HasField("refused") else self._tier.go_on(work)
+    def _fate(self, work: Work, done: Made | worker_pb2.Reply) -> Next:
+        return Next.NONE if _is_refused(done) else self._tier.go_on(work)
 
     def _goes_on(self, work: Work, then: Next) -> bool:
-        if then in (Next.LATER, Next.LATER_BESIDE):
+        if then in _LATER:
             self._engine.scheduler.finish(work)
             key: Key = work.owner.key
             self._parked[key] = work
@@ -553,14 +560,23 @@ class Worker:
             if work.owner.session is session:
                 self._tier.tune(work, entry)
 
-    def _advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+    def _advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[Made | worker_pb2.Reply]:
+        """The replies to come; those that are told of to a trace, and refusals, are there."""
         try:
-            return self._tier.advance(ready)
+            rounds = self._tier.advance(ready)
+            return [self._told(work, done) for (work, _), done in zip(ready, rounds, strict=True)]
         except Exception as error:
             if len(ready) == 1:
                 return [worker_pb2.Reply(refused=self._refused(error))]
             logger.exception("%d sessions could not go on together; one by one", len(ready))
-            return [reply for item in ready for reply in self._advance((item,))]
+            return [done for item in ready for done in self._advance((item,))]
+
+    def _told(self, work: Work, done: Made) -> Made | worker_pb2.Reply:
+        if work.owner.trace is None:
+            return done
+        reply = done()
+        self._trace(work, reply)
+        return reply
 
     def _finish(self, work: Work, reply: worker_pb2.Reply) -> None:
         self._engine.scheduler.finish(work)
@@ -676,6 +692,10 @@ def deadline_of(header: worker_pb2.EntryHeader) -> float:
     if not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
         raise InvalidArgument(f"{timeout_ms} is not in [1, {_MAX_TIMEOUT_MS}]", field="timeout_ms")
     return time.monotonic() + timeout_ms / 1000
+
+
+def _is_refused(done: Made | worker_pb2.Reply) -> bool:
+    return isinstance(done, worker_pb2.Reply) and done.HasField("refused")
 
 
 def _answers(reply: worker_pb2.ReplyHeader, entry: worker_pb2.EntryHeader) -> None:

@@ -1,5 +1,6 @@
 """The draft's tier: k guesses, one forward pass each, for all sessions of the batch at once."""
 
+import functools
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from outrider.wire import (
     require,
 )
 from outrider.worker.sessions import Key, Refusal
-from outrider.worker.worker import Host, Next, deadline_of, timing_of
+from outrider.worker.worker import Host, Made, Next, deadline_of, timing_of
 
 PROPOSER_NAME = "draft"
 _KEPT_RANKS = 7
@@ -103,11 +104,11 @@ class Drafter:
         draw = Draw(spec, base_len, steps=wanted, alternatives=alternatives)
         return _work(entry, sequence, (), draw, reserve=base_len + wanted - 1)
 
-    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[Made]:
         for work, _ in ready:
             if work.draw is not None:
                 self.made.count(work.draw)
-        return [_proposed(work) for work, _ in ready]
+        return [functools.partial(_proposed, work) for work, _ in ready]
 
     def go_on(self, work: Work) -> Next:
         return Next.NONE

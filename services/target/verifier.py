@@ -1,5 +1,6 @@
 """The target's tier: one pass over a proposal, then the decision."""
 
+import functools
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,14 @@ from outrider.sampling import (
     verify_tree,
 )
 from outrider.speculation.forecast import Forecast
-from outrider.types import MAX_ALTERNATIVES, DraftReport, GenerationSpec, Proposal, Verdict
+from outrider.types import (
+    MAX_ALTERNATIVES,
+    DraftReport,
+    GenerationSpec,
+    Proposal,
+    Verdict,
+    WorkTiming,
+)
 from outrider.v1 import worker_pb2
 from outrider.wire import (
     check_lengths,
@@ -30,7 +38,7 @@ from outrider.wire import (
     verified_to_proto,
 )
 from outrider.worker.sessions import Key, Refusal
-from outrider.worker.worker import Host, Next, deadline_of, timing_of
+from outrider.worker.worker import Host, Made, Next, deadline_of, timing_of
 from services.target.drafts import DraftPool
 
 MAX_MORE_ROUNDS = 1024
@@ -163,7 +171,7 @@ class Verifier:
         rows = self._tree_rows // max(self._host.under_way, 1)
         return max(rows - 1 - length, 0) // length
 
-    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[worker_pb2.Reply]:
+    def advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[Made]:
         sampled = [(work, logits) for work, logits in ready if work.drawn is None]
         if sampled:
             self._decider.read(
@@ -177,16 +185,12 @@ class Verifier:
             outcomes = self._decider.decide(chains)
             for (work, _), chain, outcome in zip(sampled, chains, outcomes, strict=True):
                 verdicts[id(work)] = _by_outcome(work.context, chain, outcome)
+        made: list[Made] = []
         for work, logits in ready:
-            work.context.verdict = _with_logprobs(verdicts[id(work)], work.context, logits)
-        return [
-            worker_pb2.Reply(
-                verified=verified_to_proto(
-                    work.context.verdict, timing_of(work), work.context.report
-                )
-            )
-            for work, _ in ready
-        ]
+            round_: _Verification = work.context
+            verdict = round_.verdict = _with_logprobs(verdicts[id(work)], round_, logits)
+            made.append(functools.partial(_verified, verdict, timing_of(work), round_.report))
+        return made
 
     def go_on(self, work: Work) -> Next:
         """The next round stands on the tokens of this one's verdict."""
@@ -277,6 +281,10 @@ def _draw_of(spec: GenerationSpec, base_len: int) -> Draw | None:
 def _ahead(spec: GenerationSpec, more_rounds: int) -> int:
     """Rounds that nobody has to look at the logits of."""
     return 0 if spec.uses_distributions or spec.logprobs is not None else more_rounds
+
+
+def _verified(verdict: Verdict, timing: WorkTiming, report: DraftReport | None) -> worker_pb2.Reply:
+    return worker_pb2.Reply(verified=verified_to_proto(verdict, timing, report))
 
 
 def _by_draw(work: Work) -> Verdict:

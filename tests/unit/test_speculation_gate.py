@@ -5,7 +5,7 @@ import itertools
 
 from outrider.speculation.controller import AdaptiveController, Limits
 from outrider.speculation.course import Trial
-from outrider.speculation.gate import Gate, Phase
+from outrider.speculation.gate import Gate, Phase, load_level
 from outrider.speculation.load import ProposerPool, TargetLoad
 from outrider.speculation.observation import Observation
 
@@ -88,6 +88,34 @@ def test_what_was_found_with_fewer_is_presumed_of_more():
     assert Crowd(gate, 2, gain=0.85).rounds(100).log[-1] is Phase.CLOSED
     crowd = Crowd(gate, 4, gain=1.5).rounds(40)
     assert Phase.TRIAL not in crowd.log
+
+
+def presumed(found: dict[int, float], sessions: int) -> Phase:
+    """What a gate that found these gains by numbers of sessions does first with another number."""
+    gate = Gate()
+    for number, gain in found.items():
+        Crowd(gate, number, gain).rounds(200)
+    return Crowd(gate, sessions, gain=1.2).rounds(8).log[-1]
+
+
+def test_what_pays_with_more_is_presumed_to_pay_with_fewer_and_not_the_other_way():
+    assert presumed({8: 1.5}, 4) is Phase.OPEN
+    assert presumed({8: 1.5}, 12) is Phase.OPEN
+    # With four times as many it is tried by few first: a round of all of them may cost dearly.
+    assert presumed({8: 1.5}, 32) is Phase.CLOSED
+    assert presumed({8: 0.8}, 4) is Phase.CLOSED
+
+
+def test_a_gate_that_comes_back_to_a_load_compares_nothing_before_guessing_was_measured():
+    gate = Gate()
+    Crowd(gate, 8, gain=1.5).rounds(300)
+    assert gate.phase is Phase.OPEN
+    Crowd(gate, 1, gain=1.0).rounds(20)
+    # All that was made is forgotten by then, and a check is due at once.
+    gate._findings[load_level(8)].rounds = 1e6
+    crowd = Crowd(gate, 8, gain=1.5).rounds(100)
+    assert Phase.CHECK in crowd.log and Phase.CLOSED not in crowd.log
+    assert abs(gate.gain - 1.5) < 0.1
 
 
 def test_each_load_is_remembered():
