@@ -60,15 +60,21 @@ class MadeUpDevice:
         return True
 
     def stream(self, batch: list[Rows], stop: Callable[[], bool]) -> Iterator[list[int]]:
+        # As on a card: the next pass runs while the host looks at the tokens of the last one.
+        steps = batch[0].draw.steps if batch[0].draw else 1
+        pass_s = self._pass_s + self._row_s * len(batch)
         last = [rows.token_ids[-1] for rows in batch]
         places = [rows.stop for rows in batch]
-        for step in range(batch[0].draw.steps if batch[0].draw else 1):
-            if step and stop():
-                return
-            time.sleep(self._pass_s + self._row_s * len(batch))
+        ends = time.monotonic() + pass_s
+        for step in range(steps):
+            time.sleep(max(ends - time.monotonic(), 0.0))
+            goes_on = step + 1 < steps and not stop()
+            ends = time.monotonic() + pass_s
             last = [self._next(token, place) for token, place in zip(last, places, strict=True)]
             places = [place + 1 for place in places]
             yield last
+            if not goes_on:
+                return
 
     def forward(self, batch: Tokens[Rows]) -> Tensor:
         raise NotImplementedError

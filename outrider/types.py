@@ -250,6 +250,10 @@ class DraftReport:
     took_us: int = 0
 
 
+NOTHING_TO_REPORT = DraftReport()
+"""Of a round that no draft had a part in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fence:
     """Who may speak for a session: the epoch and the nonce of its owner."""

@@ -16,6 +16,7 @@ from outrider.types import (
     MAX_PROPOSAL_TOKENS,
     MAX_SPARSE_ENTRIES,
     MAX_SPECULATIVE_TOKENS,
+    NOTHING_TO_REPORT,
     DraftPlan,
     DraftReport,
     Durability,
@@ -426,7 +427,9 @@ def verified_to_proto(
     )
     # In place, since each round makes one: a message in a message is copied.
     fill_timing(message.timing, timing)
-    if report is not None:
+    if report is NOTHING_TO_REPORT:
+        message.draft.SetInParent()
+    elif report is not None:
         _fill_report(message.draft, report)
     if verdict.logprobs:
         message.logprobs.extend(logprobs_to_proto(verdict.logprobs))

@@ -23,6 +23,7 @@ from outrider.speculation.misses import AnswerTime, Pace, pays_to_wait
 from outrider.token_log import TokenLog
 from outrider.types import (
     MAX_ALTERNATIVES,
+    NOTHING_TO_REPORT,
     DraftPlan,
     DraftReport,
     GenerationSpec,
@@ -35,7 +36,6 @@ from outrider.wire import proposal_from_proto, run_ahead_from_proto
 logger = logging.getLogger(__name__)
 
 _NOTHING = Proposal()
-_NOTHING_TO_REPORT = DraftReport()
 
 
 def proposal_for(
@@ -55,7 +55,10 @@ class Chosen:
     """The proposal of a round (none: it is a plain one), and how it was come by."""
 
     proposal: Proposal = _NOTHING
-    report: DraftReport = _NOTHING_TO_REPORT
+    report: DraftReport = NOTHING_TO_REPORT
+
+
+_PLAIN = Chosen()
 
 
 @dataclass(slots=True)
@@ -172,8 +175,10 @@ class Speculation:
         """The proposal after a verdict, already part of `log`; None: `resume` will tell."""
         asked, self._asked = self._asked, None
         self._log = log
-        self.forecast.saw(verdict)
         self._pace.emitted(len(verdict.token_ids))
+        if asked is None and not self.speculates and not verdict.num_guesses:
+            return _PLAIN  # With many sessions the target has little time for each.
+        self.forecast.saw(verdict)
         length = self._length(len(log))
         if length == 0:
             if asked is not None:

@@ -163,6 +163,13 @@ class Gate:
             return None
         return made.seconds / made.rounds, made.rows / made.rounds
 
+    def joined(self, num_sessions: int) -> None:
+        """One more session has begun. Where many do, they must not guess together because it paid
+        for few."""
+        load = load_level(num_sessions)
+        if load > self._load + 1:
+            self._change_load(load, num_sessions)
+
     def opened(self, seconds: float) -> None:
         """A session's first proposal has waited so long for the draft to have its prompt. That
         pays for all rounds that follow; a trial with few counts it, since all would pay it."""

@@ -102,6 +102,8 @@ class TargetLoad:
         """A session begins; it leaves by `Share.leave`. One that does not decide how much it
         guesses is to the others what the sessions of another process are."""
         self._num_sessions += decides
+        if decides:
+            self.gate.joined(self._num_sessions)
         return Share(self, decides=decides)
 
     @property

@@ -511,7 +511,10 @@ class Worker:
         if all(then in _LATER for then in fates):
             time.sleep(_LET_GO_S)
         for work, done, then in zip(works, rounds, fates, strict=True):
-            reply = done if isinstance(done, worker_pb2.Reply) else done()
+            try:
+                reply = done if isinstance(done, worker_pb2.Reply) else done()
+            except Exception as error:
+                reply, then = worker_pb2.Reply(refused=self._refused(error)), Next.NONE
             if self._goes_on(work, then):
                 reply.header.more = True
                 _send(work.owner.entry.header, reply, work.owner.sink, work.arrived)

@@ -18,6 +18,7 @@ from outrider.speculation.length import Decision
 from outrider.speculation.observation import Observation
 from outrider.token_log import TokenLog
 from outrider.types import (
+    NOTHING_TO_REPORT,
     DraftPlan,
     DraftReport,
     Proposal,
@@ -43,8 +44,6 @@ _MAX_ROUNDS = 64
 
 _STEPS_TO_SEND = 2
 """Turns of the event loop until a new round's entry is with gRPC: the round's, the link's."""
-
-_NO_REPORT = DraftReport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class _Round(NamedTuple):
 
     verdict: Verdict
     spent: Spent
-    report: DraftReport = _NO_REPORT
+    report: DraftReport = NOTHING_TO_REPORT
     asked: bool = False
 
     @classmethod

@@ -12,7 +12,14 @@ from outrider.remote.outcomes import BufferUse, Chosen, Speculation
 from outrider.remote.session import RemoteSession
 from outrider.speculation.forecast import Forecast
 from outrider.token_log import TokenLog
-from outrider.types import DraftPlan, DraftReport, GenerationSpec, Proposal, Verdict
+from outrider.types import (
+    NOTHING_TO_REPORT,
+    DraftPlan,
+    DraftReport,
+    GenerationSpec,
+    Proposal,
+    Verdict,
+)
 from services.orchestrator.ngram import NgramProposer
 
 DRAFT = "draft"
@@ -22,7 +29,6 @@ AUTO = "auto"
 PROPOSER_NAMES = (DRAFT, NGRAM, AUTO)
 
 _NOTHING = Proposal()
-_NOTHING_TO_REPORT = DraftReport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Proposed:
     """A proposal for the log as it is, and how it was come by."""
 
     proposal: Proposal = _NOTHING
-    report: DraftReport = _NOTHING_TO_REPORT
+    report: DraftReport = NOTHING_TO_REPORT
 
 
 class Proposer(Protocol):

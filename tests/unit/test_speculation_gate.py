@@ -118,6 +118,18 @@ def test_a_gate_that_comes_back_to_a_load_compares_nothing_before_guessing_was_m
     assert abs(gate.gain - 1.5) < 0.1
 
 
+def test_many_that_begin_together_do_not_guess_because_it_paid_for_one():
+    load, pool = TargetLoad(), ProposerPool("draft")
+    alone = AdaptiveController(load, [pool])
+    for _ in range(40):
+        k = alone.next_length()
+        alone.observe(Observation(k, k, 0.001 * k, 0.02, 1 + k, num_asked=k))
+    assert alone.next_length() > 0
+    alone.close()
+    burst = [AdaptiveController(load, [pool]) for _ in range(16)]
+    assert [session.next_length() for session in burst] == [0] * 16
+
+
 def test_each_load_is_remembered():
     """A burst of sessions does not begin with trials that failed a moment ago."""
     crowd = Crowd(Gate(), 8, gain=0.8).rounds(500)
