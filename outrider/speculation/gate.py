@@ -27,7 +27,7 @@ _FIRST_SHARE, _STAGE_ROUNDS, _STAGE_SETTLING = 8, 4, 2
 """One in so many sessions begins a trial; rounds until twice as many take part, of which the first
 are not measured: a target that goes on by itself hears of it a round or two later."""
 
-_MOST_LOST = 3.0
+_MOST_LOST = 1.5
 """Plain rounds of each session that a trial of many may cost; twice as many where all begin at
 once, since their first guesses are fewer than pays."""
 
