@@ -19,6 +19,7 @@ KNOWN_CAPABILITIES = frozenset(
         "ahead",
         "alternatives",
         "run_ahead",
+        "extend",
     }
 )
 

@@ -229,6 +229,13 @@ class RemoteSession:
             entry.tune.fan_out = fan_out
             self.link.post(entry)
 
+    def extend(self, until_len: int) -> None:
+        """Have the entry that further replies come to go on until the log has this length."""
+        if self.has_more and self._is_open:
+            entry = self._entry(timeout_s=10.0)
+            entry.extend.until_len = until_len
+            self.link.post(entry)
+
     def settle(self) -> None:
         """Want no further replies to the last entry."""
         if self._more is not None:

@@ -237,6 +237,12 @@ class TuneEntry(_message.Message):
     fan_out: int
     def __init__(self, num_speculative_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
+class ExtendEntry(_message.Message):
+    __slots__ = ("until_len",)
+    UNTIL_LEN_FIELD_NUMBER: _ClassVar[int]
+    until_len: int
+    def __init__(self, until_len: _Optional[int] = ...) -> None: ...
+
 class DraftReport(_message.Message):
     __slots__ = ("wait_us", "worker_us", "compute_us", "failed", "dropped", "hit", "asked", "prepared", "rank", "trip_us", "took_us")
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
@@ -298,7 +304,7 @@ class Verified(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_proposed: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., next_proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., timing: _Optional[_Union[WorkTiming, _Mapping]] = ..., draft: _Optional[_Union[DraftReport, _Mapping]] = ..., run_ahead: bool = ..., num_beside: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("header", "open", "propose", "verify", "close", "cancel", "tune")
+    __slots__ = ("header", "open", "propose", "verify", "close", "cancel", "tune", "extend")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +312,7 @@ class Entry(_message.Message):
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     TUNE_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
     header: EntryHeader
     open: OpenEntry
     propose: ProposeEntry
@@ -313,7 +320,8 @@ class Entry(_message.Message):
     close: CloseEntry
     cancel: CancelEntry
     tune: TuneEntry
-    def __init__(self, header: _Optional[_Union[EntryHeader, _Mapping]] = ..., open: _Optional[_Union[OpenEntry, _Mapping]] = ..., propose: _Optional[_Union[ProposeEntry, _Mapping]] = ..., verify: _Optional[_Union[VerifyEntry, _Mapping]] = ..., close: _Optional[_Union[CloseEntry, _Mapping]] = ..., cancel: _Optional[_Union[CancelEntry, _Mapping]] = ..., tune: _Optional[_Union[TuneEntry, _Mapping]] = ...) -> None: ...
+    extend: ExtendEntry
+    def __init__(self, header: _Optional[_Union[EntryHeader, _Mapping]] = ..., open: _Optional[_Union[OpenEntry, _Mapping]] = ..., propose: _Optional[_Union[ProposeEntry, _Mapping]] = ..., verify: _Optional[_Union[VerifyEntry, _Mapping]] = ..., close: _Optional[_Union[CloseEntry, _Mapping]] = ..., cancel: _Optional[_Union[CancelEntry, _Mapping]] = ..., tune: _Optional[_Union[TuneEntry, _Mapping]] = ..., extend: _Optional[_Union[ExtendEntry, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("header", "opened", "proposed", "verified", "closed", "need_tokens", "refused")

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ ReplySink = Callable[[worker_pb2.Reply], None]
 Made = Callable[[], worker_pb2.Reply]
 """Makes the reply (without its header) of a round that is over, whatever its work has become."""
 
-_SILENT = ("cancel", "tune")
+_SILENT = ("cancel", "tune", "extend")
 """What has no reply of its own."""
 _IDLE_CHECK_S = 1.0
 _LET_GO_S = 0.0002
@@ -118,6 +118,9 @@ class Tier(Protocol):
 
     def tune(self, work: Work, entry: worker_pb2.TuneEntry) -> None:
         """Change how a work goes on. Raises Refusal or OutriderError as `begin` does."""
+
+    def extend(self, work: Work, entry: worker_pb2.ExtendEntry) -> None:
+        """Let a work go on for longer. Raises Refusal or OutriderError as `begin` does."""
 
     def forget(self, key: Key) -> None:
         """A session is gone; all of its works are over."""
@@ -199,6 +202,8 @@ class Worker:
             queue.SimpleQueue()
         )
         """What is to be done, and when it came."""
+        self._extensions: deque[worker_pb2.Entry] = deque()
+        """Entries that let works go on for longer: these do not end a stream of passes."""
         self._came = 0.0
         """When what is being done came; a pass may have run since."""
         self._thread = threading.Thread(target=self.run, name="outrider-worker", daemon=True)
@@ -220,11 +225,17 @@ class Worker:
         """Hand in entries that came together; `sink` gets the reply to each, on the worker's
         thread."""
 
+        extends = [entry for entry in entries if entry.HasField("extend")]
+        if extends:
+            self._extensions.extend(extends)
+            entries = [entry for entry in entries if not entry.HasField("extend")]
+
         def handle() -> None:
             for entry in entries:
                 self._handle(entry, sink, self._came)
 
-        self.post(handle)
+        if entries:
+            self.post(handle)
 
     def submit_bulk(
         self, request: worker_pb2.BulkRequest, sink: Callable[[worker_pb2.BulkResponse], None]
@@ -243,7 +254,7 @@ class Worker:
     @property
     def num_unread(self) -> int:
         """Messages that were handed in and wait for the pass under way to end."""
-        return self._inbox.qsize()
+        return self._inbox.qsize() + len(self._extensions)
 
     @property
     def under_way(self) -> int:
@@ -290,6 +301,7 @@ class Worker:
         """Work until `stop`; the calling thread is the worker's thread."""
         next_sweep = time.monotonic() + _IDLE_CHECK_S
         while self._read_inbox(self._patience_s()):
+            self._extend()
             if not self._engine.scheduler.works:
                 self._engine.prepare()
             else:
@@ -492,6 +504,7 @@ class Worker:
             self._window.passed(seconds)
             if self.on_pass is not None:
                 self.on_pass(seconds, self._engine.batch_rows)
+            self._extend()
             self._handle_result(result)
             started = time.monotonic()
 
@@ -562,6 +575,22 @@ class Worker:
         for work in [*self._engine.scheduler.works, *self._parked.values()]:
             if work.owner.session is session:
                 self._tier.tune(work, entry)
+
+    def _extend(self) -> None:
+        """Let those go on for longer that somebody has said so of."""
+        if not self._extensions:
+            return
+        works = [*self._engine.scheduler.works, *self._parked.values()]
+        work_of = {id(work.owner.session): work for work in works}
+        while self._extensions:
+            entry = self._extensions.popleft()
+            try:
+                check_names(entry.header)
+                work = work_of.get(id(self._sessions.get(entry.header)))
+                if work is not None:
+                    self._tier.extend(work, entry.extend)
+            except (Refusal, OutriderError) as error:
+                self._refused(error)
 
     def _advance(self, ready: Tokens[tuple[Work, Tensor]]) -> list[Made | worker_pb2.Reply]:
         """The replies to come; those that are told of to a trace, and refusals, are there."""

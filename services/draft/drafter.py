@@ -119,6 +119,9 @@ class Drafter:
     def tune(self, work: Work, entry: worker_pb2.TuneEntry) -> None:
         raise Refusal(worker_pb2.REFUSAL_REASON_UNSUPPORTED, "a draft only proposes", field="op")
 
+    def extend(self, work: Work, entry: worker_pb2.ExtendEntry) -> None:
+        raise Refusal(worker_pb2.REFUSAL_REASON_UNSUPPORTED, "a draft only proposes", field="op")
+
     def forget(self, key: Key) -> None:
         pass
 

@@ -192,6 +192,8 @@ class Decoder:
     """All guesses that the last verdict's round carried were accepted."""
     _untold: int = 0
     """Tokens of the log that the output has not been given yet."""
+    _to_come: int = 0
+    """Rounds that the target still goes on with by itself."""
     _last: Verdict | None = None
     """That the log ends with; None: it is as it was given."""
 
@@ -215,6 +217,7 @@ class Decoder:
                         await asyncio.sleep(0)
                 piece = self._piece(outcome)
                 self._untold = 0
+                self._extend()
                 yield piece
                 length = self._length()
         finally:
@@ -333,12 +336,27 @@ class Decoder:
 
     def _more_rounds(self, target: RemoteSession, num_guesses: int) -> int:
         """Rounds that the target is to go on with by itself after this one."""
-        rounds = 0
+        return max(min(self._rounds_by_itself(target), self._left - num_guesses - 1), 0)
+
+    def _rounds_by_itself(self, target: RemoteSession) -> int:
         if self._by_plan:
-            rounds = _MAX_ROUNDS
-        elif target.offers("more_rounds"):
-            rounds = self.controller.plain_rounds()
-        return max(min(rounds, self._left - num_guesses - 1, _MAX_ROUNDS), 0)
+            return _MAX_ROUNDS
+        if target.offers("more_rounds"):
+            return min(self.controller.plain_rounds(), _MAX_ROUNDS)
+        return 0
+
+    def _extend(self) -> None:
+        """Let a target go on before it is through with the rounds that it was asked for. Sessions
+        whose rounds end together would ask together, and come back over several passes."""
+        target = self.target
+        if target is None or not target.has_more or self.output.finish_reason is not None:
+            return
+        if self._to_come > _MAX_ROUNDS // 2 or not target.offers("extend"):
+            return
+        rounds = min(self._rounds_by_itself(target), self._left)
+        if rounds > self._to_come:
+            self._to_come = rounds
+            target.extend(len(self.log) + rounds)
 
     def _asks(self, target: RemoteSession | None) -> bool:
         """Whether the target asks the draft by itself."""
@@ -409,7 +427,7 @@ class Decoder:
             entry.verify.delta.CopyFrom(delta)
             entry.verify.proposal.CopyFrom(proposal_to_proto(proposal))
             self._by_plan = self._asks(target) and self._goes_by_plan(target)
-            entry.verify.more_rounds = self._more_rounds(target, proposal.length)
+            entry.verify.more_rounds = self._to_come = self._more_rounds(target, proposal.length)
             if self.direct and self._by_plan:
                 entry.verify.draft.CopyFrom(plan_to_proto(self._plan(self.direct)))
 
@@ -418,6 +436,7 @@ class Decoder:
             target.settle()  # Another proposer has the next word.
         if target.has_more and not proposal:
             replies = await target.next_replies(self.deadline)
+            self._to_come -= len(replies)
         if not replies:
             replies = [await target.call(set_op, self.deadline)]
         return [_Round.of(reply) for reply in replies]

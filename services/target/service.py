@@ -30,6 +30,7 @@ CAPABILITIES = (
     "rejection",
     "logprobs",
     "min_tokens",
+    "extend",
 )
 
 

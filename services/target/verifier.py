@@ -227,6 +227,14 @@ class Verifier:
             raise InvalidArgument("the work has no plan to be tuned", field="op")
         work.context.speculation.tune(entry.num_speculative_tokens, entry.fan_out)
 
+    def extend(self, work: Work, entry: worker_pb2.ExtendEntry) -> None:
+        round_: _Verification = work.context
+        # The round that is under way is not one of them.
+        more_rounds = min(entry.until_len - round_.base_len - 1, MAX_MORE_ROUNDS)
+        if more_rounds > round_.more_rounds:
+            round_.more_rounds = more_rounds
+            work.ahead = _ahead(round_.spec, more_rounds) if work.ahead else 0
+
     def forget(self, key: Key) -> None:
         if self._drafts is not None:
             self._drafts.forget(key)

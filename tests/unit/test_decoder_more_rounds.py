@@ -113,6 +113,7 @@ class ScriptedTarget:
 
     truth: Sequence[int] = tuple(TRUTH)
     offers: bool = True
+    extends: bool = False
     with_logprobs: bool = False
     groups: Any = field(default_factory=lambda: itertools.repeat(1))
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1 << 30))
@@ -124,12 +125,15 @@ class ScriptedTarget:
     cancels: list[int] = field(default_factory=list)
     told: int = 0
     """Tokens in replies."""
+    extended: int = 0
 
     def __post_init__(self) -> None:
         self.incarnation = new_nonce()
         self._table = SessionTable(8)
         self._run: tuple[worker_pb2.EntryHeader, asyncio.Task[None]] | None = None
         self._stream: Stream | None = None
+        self._rounds = self._done = 0
+        """Of the run: all that it is to make, and has made."""
 
     # --- what a link calls --------------------------------------------------------------------
 
@@ -140,7 +144,11 @@ class ScriptedTarget:
             incarnation=self.incarnation,
             protocol_min=1,
             protocol_max=1,
-            capabilities=["coupled", "more_rounds"] if self.offers else ["coupled"],
+            capabilities=[
+                "coupled",
+                *(["more_rounds"] if self.offers else []),
+                *(["extend"] if self.extends else []),
+            ],
         )
 
     def Run(self, batches: AsyncIterator[Any]) -> Stream:
@@ -170,6 +178,8 @@ class ScriptedTarget:
                 self._verify(entry)
             elif op == "cancel":
                 self._cancel(entry)
+            elif op == "extend":
+                self._extend(entry)
             else:
                 self._end_run()
                 self._table.close((entry.header.session_id, 0))
@@ -195,11 +205,14 @@ class ScriptedTarget:
     async def _go_on(
         self, entry: worker_pb2.Entry, log: TokenLog, guesses: tuple[int, ...], number: int
     ) -> None:
-        rounds = entry.verify.more_rounds + 1
-        limit, ending = self.give_up.get(number, (rounds, None))
+        self._rounds = entry.verify.more_rounds + 1
+        limit, ending = self.give_up.get(number, (1 << 30, None))
         waiting: list[worker_pb2.Reply] = []
-        for index in range(min(rounds, limit)):
+        for index in itertools.count():
+            if index >= min(self._rounds, limit):
+                break
             await self.turns.acquire()
+            self._done, rounds = index + 1, self._rounds
             is_last = index + 1 == rounds or (index + 1 == limit and ending is None)
             waiting.append(self._verdict(entry, log, guesses, more=not is_last))
             guesses = ()
@@ -212,7 +225,7 @@ class ScriptedTarget:
                 self._say_all(waiting)
                 waiting = []
                 await asyncio.sleep(0)
-        if ending in ("break", "cut") and limit <= rounds:
+        if ending in ("break", "cut") and limit <= self._rounds:
             self._run = None
             self.break_off(with_sessions=ending == "break")
         elif not limit:
@@ -235,6 +248,13 @@ class ScriptedTarget:
         reply.header.more = more
         reply.header.elapsed_us = 30
         return _addressed(entry.header, reply)
+
+    def _extend(self, entry: worker_pb2.Entry) -> None:
+        log = self._table.get(entry.header).sequence.log
+        further = entry.extend.until_len - len(log)
+        assert further <= AT_MOST
+        self.extended += 1
+        self._rounds = max(self._rounds, self._done + further)
 
     def _cancel(self, entry: worker_pb2.Entry) -> None:
         self._table.get(entry.header)
@@ -437,6 +457,29 @@ async def test_no_round_is_asked_for_that_could_not_be_told(
     for done, guesses, more in target.asked:
         assert (guesses, more) == (0, min(count - done - 1, AT_MOST))
     assert len(target.asked) == -(-count // (AT_MOST + 1))
+
+
+@pytest.mark.parametrize("count", [1, 33, 64, 65, 66, 97, 200, 400])
+@pytest.mark.parametrize("group", [1, 7])
+async def test_a_target_is_let_go_on_before_it_is_through(count: int, group: int) -> None:
+    """As long as it keeps pace it is asked once, and makes no round too many."""
+    target = ScriptedTarget(
+        extends=True, groups=itertools.repeat(group), turns=asyncio.Semaphore(0)
+    )
+
+    async def pace() -> None:
+        while True:
+            target.turns.release()
+            await asyncio.sleep(0.001)
+
+    pacing = asyncio.create_task(pace())
+    async with generating(target, max_tokens=count) as one:
+        await one.finish()
+        pacing.cancel()
+        await asyncio.wait([pacing])
+    assert one.tokens == TRUTH[:count] and target.told == count and not target.cancels
+    assert target.asked == [(0, 0, min(count - 1, AT_MOST))]
+    assert (target.extended > 0) == (count > AT_MOST + 1)
 
 
 @pytest.mark.parametrize("offers", [True, False])

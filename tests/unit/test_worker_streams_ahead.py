@@ -168,6 +168,45 @@ def test_a_newcomer_stops_the_stream_and_joins(bench, tiny_models):
     assert tokens_of(told[1]) == plain_greedy(folder, other, 11)
 
 
+def extend(owner, until_len):
+    """The work under way goes on until its log has this length; nobody answers."""
+    entry = owner.entry()
+    entry.extend.until_len = until_len
+    owner.bench.worker.submit([entry], lambda reply: pytest.fail("extend has no reply"))
+
+
+@pytest.mark.parametrize("spec", [GREEDY, coupled(5, top_p=0.9)], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("before", [0, 9])
+def test_one_that_is_extended_goes_on_and_the_stream_does_not_stop(bench, spec, before):
+    owner, replies = start(bench, 40, spec)
+    (expected,) = pump_out(bench, replies)
+    owner, replies = start(bench, before, spec)
+    bench.worker._read_inbox(0.0)
+    streamed = bench.runner.streamed
+    extend(owner, len(PROMPT) + 31)
+    (told,) = pump_out(bench, replies)
+    assert tokens_of(told) == tokens_of(expected)[:31]
+    assert [reply.header.more for reply in told] == [True] * 30 + [False]
+    assert bench.runner.stopped == 0 and bench.runner.streamed > streamed + 20
+    assert bench.worker.num_unread == 0
+
+
+def test_what_extends_nothing_changes_nothing(bench):
+    owner, replies = start(bench, 12)
+    bench.worker._read_inbox(0.0)
+    extend(owner, len(PROMPT) + 5)  # Fewer than are left.
+    (told,) = pump_out(bench, replies)
+    assert len(told) == 13
+    extend(owner, len(PROMPT) + 99)  # All is over.
+    stranger = Owner(bench, list(PROMPT))
+    extend(stranger, len(PROMPT) + 99)
+    assert bench.worker.num_unread == 2
+    bench.worker._extend()
+    assert bench.worker.num_unread == 0 and pump_out(bench, replies) == [[]]
+    assert bench.worker.counters["refused_unknown_session"] == 1
+    assert bench.worker.load.queued == 0
+
+
 def bench_steps(bench):
     bench.worker._read_inbox(0.0)
     return bench.worker._engine.steps(stop=lambda: not bench.worker._inbox.empty())
