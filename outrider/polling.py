@@ -8,6 +8,7 @@ are left as they are.
 """
 
 import os
+import re
 from importlib import metadata
 
 _VARIABLE = "GRPC_EXPERIMENTS"
@@ -17,6 +18,6 @@ _FIRST, _LAST = (1, 80), (1, 85)
 
 def poll_directly() -> None:
     """Have one thread fewer between network and event loop, unless the environment says how."""
-    version = metadata.version("grpcio").split(".")
-    if _FIRST <= (int(version[0]), int(version[1])) <= _LAST:
+    version = re.match(r"(\d+)\.(\d+)", metadata.version("grpcio"))
+    if version and _FIRST <= (int(version[1]), int(version[2])) <= _LAST:
         os.environ.setdefault(_VARIABLE, _DIRECTLY)

@@ -112,9 +112,15 @@ class SessionTable:
         return session
 
     def get(self, header: worker_pb2.EntryHeader) -> Session:
-        """The open session that an entry names, if the entry's fence holds."""
-        key = key_of(header)
-        session = self._sessions.get(key)
+        """The open session that an entry names, if the entry's fence holds and it is the next."""
+        session = self.find(header)
+        self._number(session, header)
+        self._sessions.move_to_end(key_of(header))
+        return session
+
+    def find(self, header: worker_pb2.EntryHeader) -> Session:
+        """The same for an entry that others may overtake."""
+        session = self._sessions.get(key_of(header))
         if session is None:
             raise Refusal(
                 worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION, "no such session here; open it again"
@@ -124,8 +130,6 @@ class SessionTable:
             raise Refusal(
                 worker_pb2.REFUSAL_REASON_UNKNOWN_SESSION, "a new owner must open the session"
             )
-        self._number(session, header)
-        self._sessions.move_to_end(key)
         return session
 
     def close(self, key: Key) -> Session | None:

@@ -586,8 +586,9 @@ class Worker:
             entry = self._extensions.popleft()
             try:
                 check_names(entry.header)
-                work = work_of.get(id(self._sessions.get(entry.header)))
-                if work is not None:
+                work = work_of.get(id(self._sessions.find(entry.header)))
+                # Others may have overtaken it: the work that it is about may be over.
+                if work is not None and entry.header.number > work.owner.entry.header.number:
                     self._tier.extend(work, entry.extend)
             except (Refusal, OutriderError) as error:
                 self._refused(error)

@@ -207,6 +207,31 @@ def test_what_extends_nothing_changes_nothing(bench):
     assert bench.worker.load.queued == 0
 
 
+def test_one_that_was_overtaken_extends_nothing_and_takes_no_ones_place(bench):
+    owner, replies = start(bench, 12)
+    bench.worker._read_inbox(0.0)
+    late, early = owner.entry(), owner.entry()
+    late.extend.until_len = early.extend.until_len = len(PROMPT) + 40
+    bench.worker.submit([early], None)
+    bench.worker._extend()
+    cancel = (
+        late  # Of a lower number than what was looked at already, and carried out all the same.
+    )
+    cancel.cancel.through_number = 0
+    bench.worker.submit([cancel], None)
+    (told,) = pump_out(bench, replies)
+    assert len(told) == 40 and bench.worker.counters["cancelled"] == 1
+    # One about the work before that comes when the next is under way.
+    owner.tokens.extend(tokens_of(told))
+    late = owner.entry()
+    late.extend.until_len = len(owner.tokens) + 20
+    bench.worker.submit([owner.verify_entry()], replies.put)
+    bench.worker._read_inbox(0.0)
+    bench.worker.submit([late], None)
+    (told,) = pump_out(bench, replies)
+    assert len(told) == 1
+
+
 def bench_steps(bench):
     bench.worker._read_inbox(0.0)
     return bench.worker._engine.steps(stop=lambda: not bench.worker._inbox.empty())
