@@ -197,7 +197,7 @@ async def test_an_orchestrator_that_stands_for_a_while_loses_nothing(
 ) -> None:
     """Of what the target says meanwhile."""
     rig, _ = ahead
-    options = {"max_tokens": 300, "ignore_eos": True, "seed": 4, **PLAIN, **COUPLED}
+    options = {"max_tokens": 480, "ignore_eos": True, "seed": 4, **PLAIN, **COUPLED}
     expected = await stack.complete(PROMPTS[0], **options)
     stream = Stream(rig, PROMPTS[0], **options)
     for count in (5, 75, 150):
@@ -207,8 +207,8 @@ async def test_an_orchestrator_that_stands_for_a_while_loses_nothing(
         os.kill(rig.pids[0], signal.SIGCONT)
     done = await stream.end()
     assert done.token_ids == expected.token_ids and done.text == expected.text
-    assert done.stats.rounds == done.stats.plain == 300
-    assert sum(chunk.speculation.rounds for chunk in stream.chunks) == 300
+    assert done.stats.rounds == done.stats.plain == 480
+    assert sum(chunk.speculation.rounds for chunk in stream.chunks) == 480
 
 
 async def test_a_killed_target_is_replaced_in_mid_run(
