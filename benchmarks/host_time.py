@@ -10,7 +10,8 @@ synthetic pair), and its tokens are numbers that follow each other, of which the
 five. What a round takes beyond the two sleeps is the host's.
 
 On a machine with fewer cores than the five processes want it is an upper bound; before and after of
-a change are to be compared in turn on the same machine (`PYTHONPATH=` of another checkout).
+a change are to be compared in turn on the same machine (each in the folder of its checkout, with
+`PYTHONPATH=$PWD`).
 """
 
 import argparse

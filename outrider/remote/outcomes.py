@@ -183,7 +183,7 @@ class Speculation:
         if length == 0:
             if asked is not None:
                 self.draft.cancel()
-            return Chosen()
+            return _PLAIN
         if not self.draft.usable:
             return Chosen(report=DraftReport(failed=True))
         if asked is None and self.plan.fan_out:
@@ -318,7 +318,7 @@ class Speculation:
 
     def _plain(self) -> Chosen:
         self._prepare(self._log, _NOTHING)
-        return Chosen()
+        return _PLAIN
 
     def _prepare(self, log: TokenLog, pending: Proposal) -> None:
         """Have the draft fill the buffer while `pending` is verified, if it is a chain."""

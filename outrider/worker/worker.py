@@ -224,7 +224,6 @@ class Worker:
     def submit(self, entries: Tokens[worker_pb2.Entry], sink: ReplySink) -> None:
         """Hand in entries that came together; `sink` gets the reply to each, on the worker's
         thread."""
-
         extends = [entry for entry in entries if entry.HasField("extend")]
         if extends:
             self._extensions.extend(extends)
@@ -570,9 +569,14 @@ class Worker:
         work.looked_up = True  # What others have of its tokens was looked for before.
         self._engine.scheduler.submit(work)
 
+    @property
+    def _works(self) -> list[Work]:
+        """All that are not over, those that wait for their next round included."""
+        return [*self._engine.scheduler.works, *self._parked.values()]
+
     def _tune(self, header: worker_pb2.EntryHeader, entry: worker_pb2.TuneEntry) -> None:
         session = self._sessions.get(header)
-        for work in [*self._engine.scheduler.works, *self._parked.values()]:
+        for work in self._works:
             if work.owner.session is session:
                 self._tier.tune(work, entry)
 
@@ -580,8 +584,7 @@ class Worker:
         """Let those go on for longer that somebody has said so of."""
         if not self._extensions:
             return
-        works = [*self._engine.scheduler.works, *self._parked.values()]
-        work_of = {id(work.owner.session): work for work in works}
+        work_of = {id(work.owner.session): work for work in self._works}
         while self._extensions:
             entry = self._extensions.popleft()
             try:
@@ -642,8 +645,7 @@ class Worker:
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
-        works = [*self._engine.scheduler.works, *self._parked.values()]
-        late = {id(work.owner) for work in works if work.deadline <= now}
+        late = {id(work.owner) for work in self._works if work.deadline <= now}
         if late:
             self._drop_work(
                 lambda task: id(task) in late, worker_pb2.REFUSAL_REASON_DEADLINE_EXCEEDED

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
+from outrider.remote.outcomes import Chosen
 from outrider.remote.session import RemoteSession, Spent
 from outrider.speculation.length import Decision
 from outrider.speculation.observation import Observation
@@ -34,7 +35,7 @@ from outrider.wire import (
     verdict_from_proto,
 )
 from services.orchestrator.controller import Controller
-from services.orchestrator.proposers import DRAFT, Proposed, Proposer, Wanted
+from services.orchestrator.proposers import DRAFT, Proposer, Wanted
 from services.orchestrator.stopping import OutputStream, Released
 
 logger = logging.getLogger(__name__)
@@ -351,9 +352,10 @@ class Decoder:
         target = self.target
         if target is None or not target.has_more or self.output.finish_reason is not None:
             return
-        if self._to_come > _MAX_ROUNDS // 2 or not target.offers("extend"):
+        left = self._left
+        if self._to_come > _MAX_ROUNDS // 2 or self._to_come >= left:
             return
-        rounds = min(self._rounds_by_itself(target), self._left)
+        rounds = min(self._rounds_by_itself(target), left) if target.offers("extend") else 0
         if rounds > self._to_come:
             self._to_come = rounds
             target.extend(len(self.log) + rounds)
@@ -363,12 +365,12 @@ class Decoder:
         wanted = self.direct is not None and self.controller.proposer == DRAFT
         return wanted and target is not None and target.offers("drafts")
 
-    async def _propose(self, length: int) -> Proposed:
+    async def _propose(self, length: int) -> Chosen:
         """A proposal of at most this length, if guesses come from here."""
         proposer = self.proposers.get(self.controller.proposer)
         first = self._last is None
         if proposer is None or self._asks(self.target) or (first and not self._begins_ahead):
-            return Proposed()
+            return Chosen()
         wanted = Wanted(
             num_tokens=self.controller.next_length() if first else length,
             fan_out=self.controller.fan_out,

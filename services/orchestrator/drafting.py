@@ -7,8 +7,9 @@ round may simply ask another one.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.remote.outcomes import Chosen
 from services.orchestrator.decoder import DirectDraft
-from services.orchestrator.proposers import DraftModel, Proposed, Wanted
+from services.orchestrator.proposers import DraftModel, Wanted
 from services.orchestrator.seats import Seat
 from services.orchestrator.workers import Worker
 
@@ -30,7 +31,7 @@ class SessionDraft:
         self._worker = first
         self._drafting = make(first)
 
-    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+    async def propose(self, wanted: Wanted, deadline: float) -> Chosen:
         """Ask from here, for a target that does not."""
         proposed = await self._now().model.propose(wanted, deadline)
         if proposed.report.asked or proposed.report.failed:

@@ -13,7 +13,6 @@ from outrider.remote.session import RemoteSession
 from outrider.speculation.forecast import Forecast
 from outrider.token_log import TokenLog
 from outrider.types import (
-    NOTHING_TO_REPORT,
     DraftPlan,
     DraftReport,
     GenerationSpec,
@@ -43,18 +42,10 @@ class Wanted:
     last: Verdict | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Proposed:
-    """A proposal for the log as it is, and how it was come by."""
-
-    proposal: Proposal = _NOTHING
-    report: DraftReport = NOTHING_TO_REPORT
-
-
 class Proposer(Protocol):
     """Guesses what follows the session's log."""
 
-    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+    async def propose(self, wanted: Wanted, deadline: float) -> Chosen:
         """No more guesses than wanted; none where nothing comes to mind, or where it fails, of
         which the report tells. The caller decodes plainly then."""
 
@@ -69,14 +60,14 @@ class NgramLookup:
         self._log = log
         self._index = NgramProposer()
 
-    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+    async def propose(self, wanted: Wanted, deadline: float) -> Chosen:
         if not wanted.num_tokens:
-            return Proposed()
+            return Chosen()
         started = time.perf_counter()
         self._index.extend(self._log.tokens[len(self._index) :])
         guesses = self._index.propose(wanted.num_tokens)
         spent_us = int((time.perf_counter() - started) * 1e6)
-        return Proposed(
+        return Chosen(
             Proposal(guesses, proposer=NGRAM),
             DraftReport(spent_us, spent_us, spent_us, asked=wanted.num_tokens),
         )
@@ -120,7 +111,7 @@ class DraftModel:
         self._chosen: asyncio.Future[Chosen] | None = None
         """What a round waits for."""
 
-    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+    async def propose(self, wanted: Wanted, deadline: float) -> Chosen:
         speculation = self._speculation
         speculation.plan = replace(
             speculation.plan,
@@ -132,12 +123,11 @@ class DraftModel:
         base_len, self._base_len = self._base_len, len(self._log)
         if wanted.last is None:
             speculation.starts(self._log, _NOTHING)
-            return Proposed()
+            return Chosen()
         if base_len + len(wanted.last.token_ids) != len(self._log):
             speculation.end()  # What was asked is about rounds that others have had since.
         self._chosen = asyncio.get_running_loop().create_future()
-        chosen = speculation.choose(self._log, wanted.last) or await self._chosen
-        return Proposed(chosen.proposal, chosen.report)
+        return speculation.choose(self._log, wanted.last) or await self._chosen
 
     def _resume(self, chosen: Chosen) -> None:
         if self._chosen is not None and not self._chosen.done():

@@ -25,6 +25,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.remote.link import WorkerLink
+from outrider.remote.outcomes import Chosen
 from outrider.remote.session import RemoteSession, Routing
 from outrider.rpc.channel import ChannelSecurity
 from outrider.token_log import TokenLog
@@ -48,7 +49,7 @@ from outrider.wire import verified_to_proto
 from outrider.worker.sessions import Refusal, SessionTable, TokensMissing, advance_base
 from services.orchestrator.controller import ALWAYS, FixedLength
 from services.orchestrator.decoder import Decoder, Piece, stats_of
-from services.orchestrator.proposers import Proposed, Wanted
+from services.orchestrator.proposers import Wanted
 from services.orchestrator.stopping import OutputStream, StopRules
 from services.orchestrator.text import ChatTokenizer
 from tiny import make_tokenizer
@@ -501,13 +502,13 @@ class Guesses:
     chance: random.Random
     log: TokenLog = field(default_factory=TokenLog)
 
-    async def propose(self, wanted: Wanted, deadline: float) -> Proposed:
+    async def propose(self, wanted: Wanted, deadline: float) -> Chosen:
         await asyncio.sleep(0)
         num_tokens = wanted.num_tokens
         done = len(self.log) - len(PROMPT)
         right = TRUTH[done : done + self.chance.randrange(num_tokens + 1)]
         wrong = [0, 1, 2, 3, 4, 5, 6, 7][: num_tokens - len(right)]
-        return Proposed(Proposal((*right, *wrong)), DraftReport(asked=num_tokens))
+        return Chosen(Proposal((*right, *wrong)), DraftReport(asked=num_tokens))
 
 
 @dataclass

@@ -214,9 +214,7 @@ def test_one_that_was_overtaken_extends_nothing_and_takes_no_ones_place(bench):
     late.extend.until_len = early.extend.until_len = len(PROMPT) + 40
     bench.worker.submit([early], None)
     bench.worker._extend()
-    cancel = (
-        late  # Of a lower number than what was looked at already, and carried out all the same.
-    )
+    cancel = late  # Its number is below what was looked at, and it is carried out all the same.
     cancel.cancel.through_number = 0
     bench.worker.submit([cancel], None)
     (told,) = pump_out(bench, replies)
