@@ -289,7 +289,8 @@ async def test_trees_of_any_shape_change_no_token(guessing: Guessing) -> None:
         assert ask.alternatives == 0
         say(_tree(ask, guessing.truth, next(coming)))
 
-    stats = total(await run(guessing, script))
+    # Twice as long: where drafts come late, which some do on a busy machine, few are rejected.
+    stats = total(await run(guessing, script, length=2 * LENGTH))
     assert stats.accepted > 40 and stats.recovered > 5
     assert stats.fallback_rounds == stats.dropped_proposals == 0
 
